@@ -1,0 +1,1 @@
+"""omni_fsm: the inter-stage protocol of multi-stage model pipelines, as explicit state machines."""

@@ -1,0 +1,243 @@
+"""Names of states, events, bookkeeping and effects. Generated from specs/ by `make gen`. Edit the spec, not this file."""
+
+from enum import StrEnum
+
+
+class SenderState(StrEnum):
+    """States of the sender."""
+
+    #: accepts chunks
+    ACTIVE = "active"
+    #: the end is queued or in flight: nothing more is accepted
+    TERMINAL_PENDING = "terminal_pending"
+    #: cancelled, but still the owner of the external id: the end still flushes, producer state stays readable for that flush
+    CANCELLED_CURRENT = "cancelled_current"
+    #: something failed: state is retained, an end(error) goes out
+    FAILED = "failed"
+    #: released: nothing brings this generation's state back
+    FINALIZED = "finalized"
+
+
+class SenderEvent(StrEnum):
+    """Events of the sender: what happened."""
+
+    #: the runner offers a chunk
+    CHUNK_SUBMITTED = "chunk_submitted"
+    #: the runner offers the last chunk of a segment, perhaps without output
+    SEGMENT_END_SUBMITTED = "segment_end_submitted"
+    #: the runner says that the stream is complete
+    END_SUBMITTED = "end_submitted"
+    #: a worker takes the head of the queue; its producer runs once, outside every lock
+    TASK_BEGUN = "task_begun"
+    #: the producer returned what goes into the frame; a task that comes back keeps it
+    FRAME_BUILT = "frame_built"
+    #: the producer of a chunk returned nothing: no frame, no seq
+    CHUNK_BUFFERED = "chunk_buffered"
+    #: the connector stored the frame that announces the request
+    OPEN_PUT = "open_put"
+    #: the connector stored a chunk
+    DATA_PUT = "data_put"
+    #: the connector stored the last chunk of a segment
+    SEGMENT_END_PUT = "segment_end_put"
+    #: the connector stored the end
+    END_PUT = "end_put"
+    #: the connector stored the end, and a release was noted before
+    END_PUT_AFTER_RELEASE = "end_put_after_release"
+    #: a put failed for now (or raised), attempts are left
+    PUT_RETRIED = "put_retried"
+    #: the connector was busy: no credit or no room
+    PUT_DEFERRED = "put_deferred"
+    #: a put of data failed for now or was busy while a failed end waits behind it
+    PUT_ABANDONED = "put_abandoned"
+    #: the producer of a chunk raised
+    PRODUCER_RAISED = "producer_raised"
+    #: the producer of the end raised while it flushed
+    END_PRODUCER_RAISED = "end_producer_raised"
+    #: no attempt is left for a chunk, or the connector refused it, or it was busy for too long
+    DATA_GIVEN_UP = "data_given_up"
+    #: no attempt is left for an end(ok)
+    OK_END_GIVEN_UP = "ok_end_given_up"
+    #: no attempt is left for a failed end
+    END_GIVEN_UP = "end_given_up"
+    #: no attempt is left for a failed end, and a release was noted before
+    END_GIVEN_UP_AFTER_RELEASE = "end_given_up_after_release"
+    #: this stage's own receiver failed
+    UPSTREAM_FAILED = "upstream_failed"
+    #: the runner says that the request failed
+    HOST_FAILED = "host_failed"
+    #: the runner cancels, or this stage's own receiver was cancelled
+    CANCELLED = "cancelled"
+    #: the runner lets go, or a successor waits for the external id
+    RELEASED = "released"
+    #: the stage shuts down
+    CLOSED = "closed"
+    #: the runner, a successor or the shutdown lets go once the marker is resolved
+    RELEASED_AFTER_END = "released_after_end"
+    #: the receiver cancelled, failed, had enough or dropped the stream unclaimed
+    RECEIVER_STOPPED = "receiver_stopped"
+    #: the receiver's process is gone
+    PEER_LOST = "peer_lost"
+
+
+class SenderBookkeeping(StrEnum):
+    """What the sender does to itself."""
+
+    #: append the chunk
+    QUEUE_CHUNK = "queue_chunk"
+    #: append the chunk that ends its segment
+    QUEUE_SEGMENT_END = "queue_segment_end"
+    #: append the end(ok)
+    QUEUE_END = "queue_end"
+    #: append an end(cancelled)
+    QUEUE_END_CANCELLED = "queue_end_cancelled"
+    #: make the queued end an end(error), or append one; an end in flight decides by itself
+    QUEUE_END_ERROR = "queue_end_error"
+    #: the end in flight loses its payload and goes out as error
+    EMPTY_END_AS_ERROR = "empty_end_as_error"
+    #: the end in flight loses its payload and goes out as cancelled
+    EMPTY_END_AS_CANCELLED = "empty_end_as_cancelled"
+    #: a queued end(ok) becomes end(cancelled) if any accepted chunk was dropped
+    CANCEL_END_IF_DROPPED = "cancel_end_if_dropped"
+    #: drop the queued chunks
+    DROP_CHUNKS = "drop_chunks"
+    #: drop the chunk in flight
+    DROP_IN_FLIGHT = "drop_in_flight"
+    #: drop what is queued and in flight
+    DROP_ALL = "drop_all"
+    #: move the head of the queue into flight
+    TAKE_HEAD = "take_head"
+    #: keep the built frame with the task in flight
+    KEEP_FRAME = "keep_frame"
+    #: nothing is in flight any more
+    CLEAR_IN_FLIGHT = "clear_in_flight"
+    #: the task in flight goes back to the head: order is kept
+    REQUEUE_AT_HEAD = "requeue_at_head"
+    #: one attempt of the task in flight is used up
+    COUNT_ATTEMPT = "count_attempt"
+    #: the seq of the frame in flight is used, stored or burned
+    ADVANCE_SEQ = "advance_seq"
+    #: frames built from here on belong to the next segment
+    NEXT_SEGMENT = "next_segment"
+    #: remember that the runner has let go
+    NOTE_RELEASE = "note_release"
+    #: remember that the marker is resolved
+    SETTLE_MARKER = "settle_marker"
+
+
+class SenderEffect(StrEnum):
+    """What the runtime does for the sender."""
+
+    #: release the segment-scoped namespaces before the next task begins
+    RESET_SEGMENT = "reset_segment"
+    #: report the failure once, under the internal id
+    RECORD_FAILURE = "record_failure"
+    #: pass the cause to this stage's own receiver of the request
+    TELL_RECEIVER = "tell_receiver"
+    #: report that no end could be delivered: the receiver ends by deadline or peer loss
+    REPORT_MARKER_LOST = "report_marker_lost"
+    #: release every namespace and forget this life
+    RELEASE = "release"
+    #: tell the connector to drop what is stored and unread
+    RECLAIM_UNREAD = "reclaim_unread"
+
+
+class ReceiverState(StrEnum):
+    """States of the receiver."""
+
+    #: waits (nothing staged) or is ready (something is)
+    ACTIVE = "active"
+    #: end(ok) arrived; the scheduler has not consumed it yet
+    TERMINAL_PENDING = "terminal_pending"
+    #: left while a get is in flight: what arrives is discarded, never published
+    CANCELLED_CURRENT = "cancelled_current"
+    #: failed with its first cause: error or cancelled end, invalid frame, deadline, peer loss, get given up, unclaimed
+    FAILED = "failed"
+    #: nothing left of this registration
+    FINALIZED = "finalized"
+
+
+class ReceiverEvent(StrEnum):
+    """Events of the receiver: what happened."""
+
+    #: the sender announced the request: it exists
+    OPEN_ARRIVED = "open_arrived"
+    #: the inbox fetches a frame's body, outside every lock
+    GET_BEGUN = "get_begun"
+    #: fetching failed for now, attempts are left
+    GET_RETRIED = "get_retried"
+    #: no attempt is left to fetch a body
+    GET_GIVEN_UP = "get_given_up"
+    #: a chunk with the next seq came
+    DATA_ARRIVED = "data_arrived"
+    #: end(ok) with the next seq came
+    OK_END_ARRIVED = "ok_end_arrived"
+    #: an error or cancelled end came, whatever its seq
+    FAILED_END_ARRIVED = "failed_end_arrived"
+    #: a chunk or end(ok) came whose seq was seen before
+    FRAME_REPEATED = "frame_repeated"
+    #: a chunk or end(ok) came whose seq is not the next: one is missing
+    FRAME_AHEAD = "frame_ahead"
+    #: a frame came whose body or header cannot be accepted
+    FRAME_INVALID = "frame_invalid"
+    #: the receiver waited for the whole stall time without a frame
+    DEADLINE_PASSED = "deadline_passed"
+    #: at the front: the request's sender lost its receiver or was stopped
+    REQUEST_FAILED = "request_failed"
+    #: registered too late: its frames were dropped unclaimed
+    UNCLAIMED = "unclaimed"
+    #: the sender's process is gone, and all that it had sent was read
+    PEER_LOST = "peer_lost"
+    #: the scheduler takes what is staged first; in failed it is given the failure
+    CONSUMED = "consumed"
+    #: the scheduler takes the end
+    END_CONSUMED = "end_consumed"
+    #: the runner cancels, or this stage's own sender failed or was stopped
+    CANCELLED = "cancelled"
+    #: as cancelled, while a get is in flight
+    CANCELLED_IN_GET = "cancelled_in_get"
+    #: the runner has had enough
+    RELEASED = "released"
+    #: as released, while a get is in flight
+    RELEASED_IN_GET = "released_in_get"
+
+
+class ReceiverBookkeeping(StrEnum):
+    """What the receiver does to itself."""
+
+    #: remember that the sender exists
+    NOTE_OPEN = "note_open"
+    #: a get is in flight
+    BEGIN_GET = "begin_get"
+    #: no get is in flight any more
+    END_GET = "end_get"
+    #: one attempt of the get is used up
+    COUNT_ATTEMPT = "count_attempt"
+    #: append the frame to what is staged
+    STAGE_FRAME = "stage_frame"
+    #: the next seq is expected
+    ADVANCE_SEQ = "advance_seq"
+    #: take the first staged frame and count it as taken
+    TAKE_STAGED = "take_staged"
+    #: drop what is staged and count it as taken
+    DROP_STAGED = "drop_staged"
+
+
+class ReceiverEffect(StrEnum):
+    """What the runtime does for the receiver."""
+
+    #: tell the host that the whole stage before knows the request
+    REPORT_OPEN = "report_open"
+    #: tell the sender its credit
+    GRANT_CREDIT = "grant_credit"
+    #: report the request as ready, once
+    WAKE_SCHEDULER = "wake_scheduler"
+    #: report the failure once, under the internal id; later frames need no credit
+    RECORD_FAILURE = "record_failure"
+    #: tell the host that the input is complete
+    REPORT_END = "report_end"
+    #: pass the cause to this stage's own sender of the request
+    TELL_SENDER = "tell_sender"
+    #: tell the sender that nothing more is wanted, with outcome, reason and time stamp
+    STOP_SENDER = "stop_sender"
+    #: forget the registration and leave a tombstone: later frames need no credit and are discarded
+    RETIRE = "retire"
