@@ -95,9 +95,7 @@ def check_spec(text: str, machine: str = "?") -> Spec:
 
 def _members(spec: Spec, kind: str, name: str) -> list[str]:
     """The states or events that ``name`` stands for: itself, or those of its group."""
-    declared, groups = (
-        (spec.states, spec.groups) if kind == "state" else (spec.events, spec.event_groups)
-    )
+    declared, groups = (spec.states, spec.groups) if kind == "state" else (spec.events, spec.event_groups)
     members = groups.get(name, [name])
     for member in members:
         if member not in declared:
@@ -137,9 +135,7 @@ def _written_rows(spec: Spec) -> Iterator[Row]:
             raise SpecError(spec.machine, f"ignore of {event_name}: says no reason")
         if event_name != "*":
             for state_name in states:
-                for state, event in product(
-                    _members(spec, "state", state_name), _members(spec, "event", event_name)
-                ):
+                for state, event in product(_members(spec, "state", state_name), _members(spec, "event", event_name)):
                     yield Row(state, event, state, ignored=why)
 
 
@@ -150,12 +146,12 @@ def _check_uses(spec: Spec, rows: list[Row]) -> None:
         raise SpecError(spec.machine, f"both bookkeeping and effect: {', '.join(sorted(both))}")
     used = {action for row in rows for action in row.actions}
     if unknown := used - actions.keys():
-        raise SpecError(spec.machine, f"effect {sorted(unknown)[0]!r} is not declared")
+        raise SpecError(spec.machine, f"effect {min(unknown)!r} is not declared")
     if unused := actions.keys() - used:
-        raise SpecError(spec.machine, f"effect {sorted(unused)[0]!r} is declared and never used")
+        raise SpecError(spec.machine, f"effect {min(unused)!r} is declared and never used")
     happening = {row.event for row in rows if not row.ignored}
     if idle := spec.events.keys() - happening:
-        raise SpecError(spec.machine, f"event {sorted(idle)[0]!r} has no row")
+        raise SpecError(spec.machine, f"event {min(idle)!r} has no row")
     for row in rows:
         if row.state in spec.final and row.next != row.state:
             raise SpecError(spec.machine, f"event {row.event} leaves the final state {row.state}")
@@ -185,9 +181,7 @@ def spec_machine(spec: Spec, rows: list[Row] | None = None) -> Machine:
 def _check_walks(spec: Spec, machine: Machine) -> None:
     """Every state can be reached from the initial one, and a final one from every state."""
     steps = {
-        (transition.source, transition.dest)
-        for transition in machine.get_transitions()
-        if transition.dest is not None
+        (transition.source, transition.dest) for transition in machine.get_transitions() if transition.dest is not None
     }
     forward = _closure({spec.initial}, steps)
     if lost := [state for state in spec.states if state not in forward]:

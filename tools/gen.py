@@ -1,12 +1,13 @@
 """Writes what is generated from specs/: the enums of `omni_fsm.protocol.names` and the pages of docs/protocol/.
 
-    python tools/gen.py            write
-    python tools/gen.py --check    exit 1 and name the file if one is stale
+python tools/gen.py            write
+python tools/gen.py --check    exit 1 and name the file if one is stale
 """
 
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from transitions.extensions import GraphMachine
 
@@ -54,7 +55,8 @@ def diagram(spec: Spec, rows: list[Row]) -> str:
         graph_engine="mermaid",
         title=f"title: {spec.machine}",
     )
-    return str(machine.get_combined_graph().source).strip()
+    graph: Any = machine.get_combined_graph()  # the library's own type leaves out what every engine has
+    return str(graph.source).strip()
 
 
 def page(spec: Spec) -> str:
@@ -78,7 +80,7 @@ def page(spec: Spec) -> str:
         "",
         "## Matrix",
         "",
-        "Next state (`·` stays) of every event in every state; *ign* is ignored; a blank is refused with a typed error.",
+        "Next state (`·` stays) of each event in each state; *ign* is ignored; a blank is refused with a typed error.",
         "",
         "| event | " + " | ".join(spec.states) + " |",
         "| --- |" + " --- |" * len(spec.states),

@@ -1,1 +1,10 @@
-"""connectors."""
+"""The connector port and its implementations: memory and shared memory.
+
+Start with `omni_fsm.connectors.port`: it is what the runtime needs of a data plane.
+"""
+
+from omni_fsm.connectors.link import LinkConnector
+from omni_fsm.connectors.memory import MemoryEdge, memory_pair
+from omni_fsm.connectors.shm import shm_receiver, shm_sender
+
+__all__ = ["LinkConnector", "MemoryEdge", "memory_pair", "shm_receiver", "shm_sender"]

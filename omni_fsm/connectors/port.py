@@ -76,10 +76,11 @@ class Arrival(Protocol):
         """Size of the body in bytes; 0 where there is none."""
 
     def load(self) -> memoryview | None:
-        """Copy the body into private memory and acknowledge it; None when the frame has none. At most once.
+        """Copy the body into private memory and acknowledge it; None when the frame has none.
 
         Raises:
-            RemoteProtocolError: The frame's region is not inside what the peer shared.
+            RemoteProtocolError: The frame's region is not inside what the peer shared. Anything else that it raises
+                is for now: it may be called again.
         """
 
     def discard(self) -> None:
@@ -207,8 +208,14 @@ class Connector(Protocol):
     def stop(self, identity: Identity, cause: Cause) -> None:
         """On the receiving end: the stream is not wanted any more. Never busy, needs no credit."""
 
-    def reclaim(self, identity: Identity) -> None:
-        """This life is over at this end: forget all that is kept of it (credit, unread keys). Idempotent."""
+    def reclaim(self, identity: Identity, *, unread: bool) -> None:
+        """This life is over at this end: forget what is kept of it here. Idempotent.
+
+        Args:
+            identity: The stream.
+            unread: Whether frames that are stored and unread are to be dropped as well; after a normal end they are not,
+                the receiver still gets them.
+        """
 
     def health(self) -> Health:
         """How the edge is."""

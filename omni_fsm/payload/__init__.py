@@ -1,7 +1,8 @@
 """Payload trees and their wire codec: what a chunk carries from one stage to the next.
 
-A tree is made of dict (str or int keys), list, tuple, None, bool, int, float, str, bytes, torch tensors, numpy arrays and
-numpy numbers. `encode` borrows the tensors' memory, `decode` returns views of the received buffer; nothing is pickled.
+A tree is made of dict (str or int keys), list, tuple, None, bool, int, float, str, bytes, torch tensors, numpy arrays
+and numpy numbers. `encode` borrows the tensors' memory, `decode` returns views of the received buffer; nothing is
+pickled.
 
 >>> payload = encode({"codes": torch.tensor([[1, 2]]), "speaker": "amy", 7: (1.5, None)})
 >>> buffer = receive_buffer(payload.nbytes)     # what a connector fills on the receiving side

@@ -23,9 +23,9 @@ def decode(buffer: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMI
     Called by: the receiving stage, once a frame.
 
     Args:
-        buffer: A whole payload and nothing more: contiguous and bytes-like, from ``receive_buffer`` best. Handed over: the
-            tensors and arrays of the result are views of it and keep it alive, all of it, as long as one of them lives.
-            A read-only or badly aligned one is copied once instead.
+        buffer: A whole payload and nothing more, contiguous, best from ``receive_buffer``. Handed over: the tensors
+            and arrays of the result are views of it, and keep all of it alive as long as one of them lives. A
+            read-only or badly aligned one is copied once instead.
         limits: What it may cost.
 
     Returns:
@@ -57,7 +57,7 @@ def _header_end(view: memoryview, limits: Limits) -> int:
         raise _fault(0, "wrong magic or byte order", repr(wire.MAGIC), magic)
     if version != wire.VERSION:
         raise _fault(4, "unknown version", str(wire.VERSION), version)
-    end = start + length
+    end = start + int(length)
     if length > limits.max_header_bytes:
         raise _fault(8, "header too long", f"{limits.max_header_bytes} bytes at most", length)
     if end > view.nbytes:
@@ -69,7 +69,7 @@ def _header_end(view: memoryview, limits: Limits) -> int:
 
 def _usable(view: memoryview) -> memoryview:
     """The same bytes where tensors may lie: writable and aligned."""
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    address = int(np.frombuffer(view, np.uint8).ctypes.data)
     if not view.readonly and address % _LARGEST_ITEM == 0:
         return view
     copy = wire.receive_buffer(view.nbytes)
@@ -93,7 +93,6 @@ class _Builder:
         self.index = self.depth = 0
 
     def whole(self) -> Any:
-        self.require(1)
         tree = self.value()
         if self.index != len(self.nodes):
             raise self.fault("nodes left over", f"{self.index} nodes", len(self.nodes))
@@ -101,7 +100,9 @@ class _Builder:
             raise _fault(self.at, "bytes left over", f"{self.at} bytes", self.view.nbytes)
         return tree
 
-    def value(self) -> Any:  # noqa: PLR0911 - one line a kind of node
+    def value(self) -> Any:  # noqa: C901, PLR0911 - one line a kind of node
+        if self.index == len(self.nodes):
+            raise self.fault("nodes missing", "a further node", "the end of the header")
         node = self.nodes[self.index]
         self.index += 1
         match node:
@@ -129,7 +130,6 @@ class _Builder:
                 assert_never(node)
 
     def children(self, count: int) -> list[Any]:
-        self.require(count)
         if self.depth >= self.max_depth:
             raise self.fault("containers too deep", f"{self.max_depth} levels at most", self.depth + 1)
         self.depth += 1
@@ -165,8 +165,8 @@ class _Builder:
     def elements(self, name: str, shape: list[int], itemsize: int) -> memoryview:
         """The region of a tensor or array. A bool is 0 or 1: torch and numpy leave open what else would mean."""
         octets = self.region(math.prod(shape) * itemsize)
-        if name == "bool" and octets and np.frombuffer(octets, np.uint8).max() > 1:
-            raise self.fault("a bool that is neither 0 nor 1", "0 or 1", max(octets))
+        if name == "bool" and octets and (highest := np.frombuffer(octets, np.uint8).max()) > 1:
+            raise self.fault("a bool that is neither 0 nor 1", "0 or 1", int(highest))
         return octets
 
     def region(self, nbytes: int) -> memoryview:
@@ -183,11 +183,6 @@ class _Builder:
         if name not in dtypes:
             raise self.fault("unknown dtype", ", ".join(dtypes), name)
         return dtypes[name]
-
-    def require(self, count: int) -> None:
-        left = len(self.nodes) - self.index
-        if count > left:
-            raise self.fault("nodes missing", f"{count} more nodes", left)
 
     def fault(self, what: str, expected: str, found: object) -> PayloadDecodeError:
         return _fault(wire.PREFIX.size, f"{what} (header, node {self.index})", expected, found)

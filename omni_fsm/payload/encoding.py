@@ -29,8 +29,8 @@ class EncodedPayload:
 
     Attributes:
         nbytes: Size on the wire.
-        parts: Read-only one-dimensional byte views, ``nbytes`` together, to be written one after the other. Borrowed from
-            the tree where its tensors and arrays are contiguous and on the CPU: keep them unchanged until it is written.
+        parts: Read-only one-dimensional byte views, ``nbytes`` together, to be written one after the other. Borrowed
+            where the tree's tensors and arrays are contiguous and on the CPU: leave those as they are until then.
         borrowed: Whether a part may be memory of the tree.
     """
 
@@ -55,10 +55,9 @@ def encode(tree: Any, limits: Limits = DEFAULT_LIMITS) -> EncodedPayload:
     Called by: the stage that produced the payload, once, outside the lock.
 
     Args:
-        tree: Not written to. Types are kept exactly: tuple and list, 1 and ``np.int64(1)``, a 0-dim tensor and a number.
-            Three do change: a Parameter arrives as a tensor, a bytearray as bytes, and what is not contiguous or not on
-            the CPU is copied and arrives contiguous on the CPU. Gradients are left behind. Two places that share one
-            tensor arrive as two tensors.
+        tree: Not written to. Types are kept exactly: tuple and list, 1 and ``np.int64(1)``, a number and a 0-dim
+            tensor. Only a Parameter arrives as a tensor, without its gradient, and a bytearray as bytes. What is not
+            contiguous or not on the CPU is copied, and arrives so. A tensor in two places arrives as two.
         limits: What it may cost.
 
     Returns:
@@ -122,7 +121,7 @@ class _Walk:
         self.open.pop(me, None)
 
     def reserve(self, what: str, nbytes: int) -> None:
-        """Refuse a region that has no room, before its bytes are gathered: an expanded tensor may be larger than memory."""
+        """Refuse a region without room before its bytes are gathered: an expanded tensor may exceed all memory."""
         self.nbytes = wire.aligned(self.nbytes) + nbytes
         if self.nbytes > self.limits.max_frame_bytes:
             self.refuse(f"{what} of {nbytes} bytes", f"{self.limits.max_frame_bytes} bytes for the whole payload")
@@ -190,17 +189,17 @@ def _add_tensor(walk: _Walk, value: torch.Tensor) -> None:
     walk.nodes.append(wire.TensorNode(name, list(value.shape)))
     try:
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        octets = plain.view(-1).view(torch.uint8).numpy()
+        octets = plain.view(-1).view(torch.uint8).numpy().data
     except RuntimeError as error:  # inside vmap, a lost device, ...: torch has many tensors that are not memory
         walk.refuse(f"a tensor without readable memory ({error})", "tensors that can be copied to the CPU")
-    walk.regions.append(memoryview(octets).toreadonly())
+    walk.regions.append(octets.toreadonly())
 
 
 def _add_array(walk: _Walk, value: np.ndarray[Any, Any]) -> None:
     name = _numpy_name(walk, value.dtype)
     walk.reserve(f"an array {list(value.shape)} of {name}", value.nbytes)
     walk.nodes.append(wire.ArrayNode(name, list(value.shape)))
-    walk.regions.append(memoryview(value.ravel().view(np.uint8)).toreadonly())
+    walk.regions.append(value.ravel().view(np.uint8).data.toreadonly())
 
 
 def _add_number(walk: _Walk, value: np.generic) -> None:

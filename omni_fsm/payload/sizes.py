@@ -1,39 +1,41 @@
 """How large a tree of anything is, roughly: for queues that are bounded in bytes."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-_MOST_VALUES = 100_000  # looked at; each further one counts as a number
-_NUMBER_NBYTES = 8
-_NUMBERS = (type(None), bool, int, float, complex)
+_MOST_VALUES = 100_000
+_SLOT_NBYTES = 8
+_NUMBERS = (type(None), bool, int, float)
 
 
 def tree_nbytes(tree: Any) -> int:
     """Approximate size of a runner's output in bytes, whatever it is made of.
 
-    Tensors and arrays count their elements, bytes and str their length, numbers 8, anything else `sys.getsizeof`. What
-    is met twice in containers counts once. Looks at 100,000 values at most. Never raises.
+    Each value costs 8, its place in what holds it. Tensors and arrays add their elements, bytes and str their length,
+    numbers nothing, anything else `sys.getsizeof`. What is met again adds nothing. Looks into 100,000 values at most
+    and counts the places of the rest. Never raises.
+
+    >>> tree_nbytes({"codes": torch.zeros(25), "seq": 3})
+    148
     """
-    total, pending, seen = 0, [tree], set[int]()
+    total, pending, seen = _SLOT_NBYTES, [tree], set[int]()
     for _ in range(_MOST_VALUES):
         if not pending:
             break
         value = pending.pop()
-        if type(value) in _NUMBERS:
-            total += _NUMBER_NBYTES
-        elif id(value) not in seen:
+        if type(value) not in _NUMBERS and id(value) not in seen:
             seen.add(id(value))
             total += _measure(value, pending)
-    return total + len(pending) * _NUMBER_NBYTES
+    return total
 
 
 def _measure(value: Any, pending: list[Any]) -> int:
-    """Bytes of this value alone; what it contains is added to ``pending``."""
+    """Bytes of this value alone and of the places in it; what stands there is added to ``pending``."""
     kind = type(value)  # isinstance would ask the object itself, which may lie or raise
     try:
         if issubclass(kind, (torch.Tensor, np.ndarray, np.generic, memoryview)):
@@ -41,14 +43,14 @@ def _measure(value: Any, pending: list[Any]) -> int:
         if issubclass(kind, (bytes, bytearray, str)):
             return len(value)
         if issubclass(kind, dict):
-            return _spread(value.keys(), pending) + _spread(value.values(), pending)
+            return _open(value.keys(), pending) + _open(value.values(), pending)
         if issubclass(kind, (list, tuple, set, frozenset)):
-            return _spread(value, pending)
+            return _open(value, pending)
         return sys.getsizeof(value)
     except Exception:  # noqa: BLE001 - a sparse tensor, a broken __sizeof__, a dict that changes: never the queue's fault
         return object.__sizeof__(value)
 
 
-def _spread(values: Iterable[Any], pending: list[Any]) -> int:
+def _open(values: Collection[Any], pending: list[Any]) -> int:
     pending.extend(islice(values, _MOST_VALUES))
-    return _NUMBER_NBYTES
+    return len(values) * _SLOT_NBYTES

@@ -35,7 +35,7 @@ MAX_INT_BYTES: Final = 512  # 4,096 bits: below the size from which Python refus
 SMALLEST_INT: Final = -(2**63)
 LARGEST_INT: Final = 2**64 - 1
 
-_MAX_DEPTH = 200  # both sides recurse once a level
+_MOST = {"max_depth": 200, "max_header_bytes": 2**32 - 1}  # both sides recurse once a level; a prefix field of 4 bytes
 _TORCH_NAMES = re.compile(r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|float8_\w+|complex\d+")
 _NUMPY_CODES = "?bhiqBHIQefdFD"  # bool, ints, floats, complex; no longdouble: its bytes differ between machines
 
@@ -49,7 +49,7 @@ NUMPY_DTYPES: Final = {name: np.dtype(name) for name in (np.dtype(code).name for
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one payload may cost, on both sides. Above it: PayloadEncodeError here, PayloadDecodeError for a peer's frame.
+    """What one payload may cost. Above it encode raises PayloadEncodeError, decode PayloadDecodeError.
 
     Attributes:
         max_frame_bytes: The whole encoded payload.
@@ -65,7 +65,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, most = getattr(self, field.name), _MAX_DEPTH if field.name == "max_depth" else 2**32 - 1
+            value, most = getattr(self, field.name), _MOST.get(field.name, 2**63 - 1)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(f"Limits.{field.name}", value, f"an int from 1 to {most:,}")
 
@@ -107,7 +107,7 @@ Shape = Annotated[list[Count], Meta(max_length=MAX_DIMS)]
 _Bits = Annotated[bytes, Meta(max_length=MAX_INT_BYTES)]
 
 
-class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """A value that msgpack has no word for. On the wire: a list of its tag and its fields."""
 
 
@@ -181,4 +181,4 @@ def receive_buffer(nbytes: int) -> memoryview:
     """
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -memory.data_ptr() % ALIGNMENT
-    return memoryview(memory[start : start + nbytes].numpy())
+    return memory[start : start + nbytes].numpy().data

@@ -10,6 +10,7 @@ from omni_fsm.protocol.errors import ConfigError
 
 MAX_EXTERNAL_ID_BYTES = 16_384
 MAX_STAGE_NAME_BYTES = 255
+SHOWN_ID_CHARS = 40
 MAX_GENERATION = 2**64 - 1
 
 
@@ -60,7 +61,9 @@ class Identity:
             raise ConfigError("generation", self.generation, "an int from 0 to 2**64 - 1")
 
     def __str__(self) -> str:
-        text = self.external_id if len(self.external_id) <= 40 else f"{self.external_id[:40]}..."
+        text = self.external_id
+        if len(text) > SHOWN_ID_CHARS:
+            text = f"{text[:SHOWN_ID_CHARS]}..."
         return f"{text.encode('unicode_escape').decode()}#{self.generation}"
 
 

@@ -80,6 +80,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         in_flight: The task that a worker or the outbox has now.
         next_seq: The seq of the next frame that carries one.
         segment: The segment that frames built now belong to.
+        queued_bytes: Bytes of what is in the queue, for the stage's backlog.
         dropped: Whether an accepted chunk was dropped: an ``end(ok)`` would be a lie.
         release_noted: Whether the runner has let go while the end was still owed.
         marker_settled: In failed: whether the end is out or given up.
@@ -95,6 +96,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         self.in_flight: SendTask | None = None
         self.next_seq = 0
         self.segment = 0
+        self.queued_bytes = 0
         self.dropped = False
         self.release_noted = False
         self.marker_settled = False
@@ -181,6 +183,12 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
     # What becomes of a task
 
     @property
+    def announced(self) -> bool:
+        """Whether the ``open`` frame was put: the peer's process has heard of this life."""
+        head = self.in_flight or (self.queue[0] if self.queue else None)
+        return head is None or head.kind is not TaskKind.OPEN
+
+    @property
     def ready(self) -> bool:
         """Whether a worker may take the head of the queue."""
         return bool(self.queue) and self.in_flight is None
@@ -224,12 +232,18 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
             case TaskKind.END:
                 return self._move(SenderEvent.END_PUT_AFTER_RELEASE if self.release_noted else SenderEvent.END_PUT)
 
-    def on_busy(self) -> SenderMoved:
-        """The connector had no credit or no room: back to the head, no attempt is counted."""
+    def on_busy(self, frame: Frame) -> SenderMoved:
+        """The connector had no credit or no room: back to the head, no attempt is counted.
+
+        Args:
+            frame: The same frame, its body in memory of its own: it waits while the producer reuses its buffers.
+        """
+        self._keep_waiting(frame)
         return self._move(SenderEvent.PUT_ABANDONED if self._is_moot() else SenderEvent.PUT_DEFERRED)
 
-    def on_put_failed(self, cause: Cause) -> SenderMoved:
-        """A put failed for now, or raised: back to the head, until the budget is used up."""
+    def on_put_failed(self, cause: Cause, frame: Frame) -> SenderMoved:
+        """A put failed for now, or raised: back to the head, until the budget is used up. See `on_busy`."""
+        self._keep_waiting(frame)
         if self._is_moot():
             return self._move(SenderEvent.PUT_ABANDONED)
         if self.in_flight is not None and self.in_flight.attempts >= self.retries:
@@ -247,6 +261,10 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         return self._move(SenderEvent.END_GIVEN_UP_AFTER_RELEASE if late else SenderEvent.END_GIVEN_UP)
 
     # Classifying
+
+    def _keep_waiting(self, frame: Frame) -> None:
+        if self.in_flight is not None:
+            self.in_flight = replace(self.in_flight, frame=frame)
 
     def _leave(self, event: SenderEvent, cause: Cause) -> SenderMoved:
         return self._end_by(SenderEvent.RELEASED_AFTER_END if self.marker_settled else event, cause)
@@ -289,25 +307,38 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
     def _queue_end(self, outcome: Outcome) -> None:
         self.queue.append(SendTask(TaskKind.END, cause=self._ended(outcome)))
 
+    def _queue_end_cancelled(self) -> None:
+        self._queue_end(Outcome.CANCELLED)
+
+    def _replace_end(self, outcome: Outcome) -> None:
+        self.queue = deque(task for task in self.queue if task.kind is not TaskKind.END)
+        self.queued_bytes = sum(task.nbytes for task in self.queue)
+        self._queue_end(outcome)
+
     def _queue_end_error(self) -> None:
         if self.in_flight is not None and self.in_flight.kind is TaskKind.END:
             return
-        self.queue = deque(task for task in self.queue if task.kind is not TaskKind.END)
-        self._queue_end(Outcome.ERROR)
+        self._replace_end(Outcome.ERROR)
 
     def _empty_end(self, outcome: Outcome) -> None:
         emptied = SendTask(TaskKind.END, cause=self._ended(outcome))
         self.in_flight = replace(emptied, frame=self._frame_of(emptied, None))
 
+    def _empty_end_as_error(self) -> None:
+        self._empty_end(Outcome.ERROR)
+
+    def _empty_end_as_cancelled(self) -> None:
+        self._empty_end(Outcome.CANCELLED)
+
     def _cancel_end_if_dropped(self) -> None:
         if self.dropped and any(task.is_ok_end for task in self.queue):
-            self.queue = deque(task for task in self.queue if task.kind is not TaskKind.END)
-            self._queue_end(Outcome.CANCELLED)
+            self._replace_end(Outcome.CANCELLED)
 
     def _drop_chunks(self) -> None:
         kept = deque(task for task in self.queue if task.kind not in _IS_DATA)
         self.dropped = self.dropped or len(kept) < len(self.queue)
         self.queue = kept
+        self.queued_bytes = sum(task.nbytes for task in kept)
 
     def _drop_in_flight(self) -> None:
         self.dropped = self.dropped or (self.in_flight is not None and self.in_flight.kind in _IS_DATA)
@@ -315,10 +346,12 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     def _drop_all(self) -> None:
         self.queue.clear()
+        self.queued_bytes = 0
         self.in_flight = None
 
     def _take_head(self) -> None:
         self.in_flight = self.queue.popleft()
+        self.queued_bytes -= self.in_flight.nbytes
 
     def _keep_frame(self) -> None:
         self.in_flight = self._given
@@ -329,6 +362,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
     def _requeue_at_head(self) -> None:
         if self.in_flight is not None:
             self.queue.appendleft(self.in_flight)
+            self.queued_bytes += self.in_flight.nbytes
         self.in_flight = None
 
     def _count_attempt(self) -> None:
@@ -343,6 +377,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
     def _queue_given(self) -> None:
         if self._given is not None:
             self.queue.append(self._given)
+            self.queued_bytes += self._given.nbytes
 
     def _next_segment(self) -> None:
         self.segment += 1
@@ -357,10 +392,10 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         SenderBookkeeping.QUEUE_CHUNK: _queue_given,
         SenderBookkeeping.QUEUE_SEGMENT_END: _queue_given,
         SenderBookkeeping.QUEUE_END: _queue_given,
-        SenderBookkeeping.QUEUE_END_CANCELLED: lambda half: half._queue_end(Outcome.CANCELLED),
+        SenderBookkeeping.QUEUE_END_CANCELLED: _queue_end_cancelled,
         SenderBookkeeping.QUEUE_END_ERROR: _queue_end_error,
-        SenderBookkeeping.EMPTY_END_AS_ERROR: lambda half: half._empty_end(Outcome.ERROR),
-        SenderBookkeeping.EMPTY_END_AS_CANCELLED: lambda half: half._empty_end(Outcome.CANCELLED),
+        SenderBookkeeping.EMPTY_END_AS_ERROR: _empty_end_as_error,
+        SenderBookkeeping.EMPTY_END_AS_CANCELLED: _empty_end_as_cancelled,
         SenderBookkeeping.CANCEL_END_IF_DROPPED: _cancel_end_if_dropped,
         SenderBookkeeping.DROP_CHUNKS: _drop_chunks,
         SenderBookkeeping.DROP_IN_FLIGHT: _drop_in_flight,

@@ -1,0 +1,535 @@
+"""An edge between two processes of one machine: a unix SEQPACKET socket for headers and wake-ups, memfds for bodies.
+
+The receiving stage listens, the sending stage connects. The listening socket is the only thing that has a name, and
+only while no peer is connected; whatever is shared lives as long as the two processes refer to it, and no longer.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from omni_fsm.connectors.arena import (
+    Arena,
+    OwnedFd,
+    Ring,
+    checked_region,
+    copy_parts,
+    fds_in,
+    mapped,
+    own_region,
+    read_region,
+)
+from omni_fsm.connectors.link import DEFAULT_MAX_FRAME_BYTES, Block, Gone, LinkConnector, Packet, Ready, Sent
+from omni_fsm.connectors.port import Hello
+from omni_fsm.connectors.wire import INLINE_BYTES, MAX_PACKET_BYTES, FramePacket, HelloPacket, Place
+from omni_fsm.payload import receive_buffer
+from omni_fsm.protocol.errors import ConfigError, RemoteProtocolError
+from omni_fsm.protocol.identity import Edge
+
+DEFAULT_ARENA_BYTES = 64 << 20
+RETRY_S = 0.05
+"""How often an unconnected end tries again where no event can tell it to."""
+
+_SOCKET_BYTES = 1 << 20
+_FDS_SPACE = socket.CMSG_SPACE(4 * struct.calcsize("i"))
+_PEER = struct.Struct("iII")  # struct ucred
+_IOV_MAX = 64
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
+_PATH_BYTES_MAX = 107
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+def shm_sender(
+    hello: Hello,
+    directory: str | Path,
+    *,
+    arena_bytes: int = DEFAULT_ARENA_BYTES,
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    retry_s: float = RETRY_S,
+) -> LinkConnector:
+    """The sending end of an edge to another process of this machine.
+
+    Args:
+        hello: What this end says and expects.
+        directory: Where the receiving stage listens: a directory of this user with mode 0700; made when missing.
+        arena_bytes: Size of the shared region for bodies over 32 KiB. Touched pages count as this process's memory.
+        max_frame_bytes: The largest body of one frame, and the most that bodies larger than the arena hold together.
+        retry_s: How often to look for the receiving stage while there is none.
+
+    Raises:
+        ConfigError: The directory, its length or a number cannot be used.
+    """
+    if arena_bytes < INLINE_BYTES:
+        raise ConfigError("arena_bytes", arena_bytes, f"an int of at least {INLINE_BYTES}")
+    link = ShmLink(_socket_path(directory, hello.edge), retry_s, arena_bytes, max_frame_bytes)
+    return LinkConnector(link, hello, sends=True, max_frame_bytes=max_frame_bytes)
+
+
+def shm_receiver(
+    hello: Hello,
+    directory: str | Path,
+    *,
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    retry_s: float = RETRY_S,
+) -> LinkConnector:
+    """The receiving end of an edge from another process of this machine; it listens from now on.
+
+    Args:
+        hello: What this end says and expects.
+        directory: As for `shm_sender`.
+        max_frame_bytes: The largest body that this end accepts.
+        retry_s: How often to try again to listen, where that failed.
+
+    Raises:
+        ConfigError: The directory cannot be used, or another process listens on this edge.
+    """
+    path = _socket_path(directory, hello.edge)
+    link = ShmLink(path, retry_s, 0, max_frame_bytes)
+    try:
+        connector = LinkConnector(link, hello, sends=False, max_frame_bytes=max_frame_bytes)
+        listens = link.listen()
+    except BaseException:
+        link.release()
+        raise
+    if not listens:
+        connector.close()
+        raise ConfigError("directory", str(directory), f"one where nobody else listens for edge {hello.edge}")
+    return connector
+
+
+def _socket_path(directory: str | Path, edge: Edge) -> Path:
+    """Where the edge's receiving end listens: a name made of a digest, in a directory that is ours alone."""
+    folder = Path(directory).absolute()
+    accepted = "a directory of this user with mode 0700"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError("directory", str(directory), f"{accepted} ({error.strerror})") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError("directory", str(directory), f"{accepted}, no link and no file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError("directory", str(directory), f"{accepted}; its owner is uid {status.st_uid}")
+    if status.st_mode & 0o077:
+        raise ConfigError("directory", str(directory), f"{accepted}; its mode is {stat.S_IMODE(status.st_mode):04o}")
+    digest = hashlib.sha256()
+    for part in (edge.from_stage, edge.to_stage):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    path = folder / f"{digest.hexdigest()[:32]}.sock"
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise ConfigError("directory", str(directory), f"a path of at most {_PATH_BYTES_MAX - 38} bytes")
+    return path
+
+
+class ArenaBlock:
+    """Room in the arena."""
+
+    __slots__ = ("_ring", "_span", "_view", "offset")
+    place: Place = "arena"
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        span = arena.ring.allocate(nbytes)
+        if span is None:
+            raise AssertionError(f"no room for {nbytes} bytes in the arena, though there was")
+        self._ring: Ring = arena.ring
+        self._span, self.offset = span, span.offset
+        self._view = arena.view[span.offset : span.offset + nbytes]
+
+    def fill(self, parts: Sequence[memoryview]) -> None:
+        """Copy the body into the arena."""
+        copy_parts(self._view, parts)
+
+    def release(self) -> None:
+        """Give the room back."""
+        self._ring.free(self._span)
+
+
+class OwnBlock:
+    """A region of its own, for a body larger than the arena. Held against a budget until it is acknowledged."""
+
+    __slots__ = ("_budget", "_nbytes", "fd")
+    place: Place = "own"
+    offset = 0
+
+    def __init__(self, budget: list[int], nbytes: int) -> None:
+        self._budget, self._nbytes = budget, nbytes
+        budget[0] += nbytes
+        self.fd: OwnedFd | None = None
+
+    def fill(self, parts: Sequence[memoryview]) -> None:
+        """Make the region."""
+        self.fd = own_region(parts)
+
+    def sent(self) -> None:
+        """The packet holds it now."""
+        if self.fd is not None:
+            self.fd.close()
+
+    def release(self) -> None:
+        """The peer has it, or it was never sent."""
+        self.sent()
+        nbytes, self._nbytes = self._nbytes, 0
+        self._budget[0] -= nbytes
+
+
+class ShmPacket:
+    """One packet, with the fds that came along and the peer's arena as it was then."""
+
+    __slots__ = ("_arena", "data", "fds")
+
+    def __init__(self, data: memoryview, fds: list[OwnedFd], arena: memoryview | None) -> None:
+        self.data, self.fds, self._arena = data, fds, arena
+
+    def check(self, header: FramePacket | None) -> None:
+        """The region is inside what the peer shared, and sealed; no fd came along that should not."""
+        place = "none" if header is None else header.place
+        expected = int(place == "own")
+        if len(self.fds) != expected:
+            raise RemoteProtocolError(f"{len(self.fds)} descriptors came with a packet, expected {expected}")
+        if header is None:
+            return
+        if place == "own":
+            checked_region(self.fds[0], header.nbytes)
+        elif place == "arena":
+            held = 0 if self._arena is None else self._arena.nbytes
+            if header.offset + header.nbytes > held:
+                raise RemoteProtocolError(
+                    f"a body at {header.offset} of {header.nbytes} bytes is outside the arena of {held} bytes"
+                )
+
+    def load(self, header: FramePacket) -> memoryview:
+        """Copy the body into private memory."""
+        nbytes = header.nbytes
+        target = receive_buffer(nbytes)
+        if header.place == "own":
+            read_region(self.fds[0], target)
+        elif header.place == "arena" and self._arena is not None:
+            copy_parts(target, (self._arena[header.offset : header.offset + nbytes],))
+        else:
+            target[:] = self.data[self.data.nbytes - nbytes :]
+        return target
+
+    def close(self) -> None:
+        """Close the fds and let go of the arena."""
+        for fd in self.fds:
+            fd.close()
+        self._arena = None
+
+
+class ShmLink:
+    """One end of a unix socket with a shared arena; see `omni_fsm.connectors.link.Link`."""
+
+    inline_bytes = INLINE_BYTES
+    unread = 0  # in the socket, where they cannot be counted
+
+    def __init__(self, path: Path, retry_s: float, arena_bytes: int, own_budget_bytes: int) -> None:
+        if retry_s <= 0:
+            raise ConfigError("retry_s", retry_s, "seconds above 0")
+        self._path, self._retry_s = path, retry_s
+        self.arena_bytes = arena_bytes
+        self._sends = arena_bytes > 0
+        self._own_budget_bytes = own_budget_bytes
+        self._own_bytes = [0]
+        self._socket: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._listener_file = (0, 0)  # device and inode of the path that is ours
+        self._pidfd: OwnedFd | None = None
+        self.peer_pid = 0
+        self._peer_dead = False
+        self._next_try_s = 0.0
+        self._arena: Arena | None = None  # ours
+        self._peer_arena: memoryview | None = None  # the peer's, mapped
+        self._received = bytearray(MAX_PACKET_BYTES)
+        self._epoll = select.epoll()
+        self._eventfd = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._epoll.register(self._eventfd.number, select.EPOLLIN)
+        self._events: list[tuple[int, int]] = []
+
+    # -- meeting ---------------------------------------------------------------------------------------------------
+
+    def meet(self) -> bool:
+        """Connect to the listening stage, or accept the connecting one."""
+        if self._socket is not None:
+            return True
+        try:
+            found = self._dial() if self._sends else self._accept()
+            return found is not None and self._adopt(found)
+        except OSError:  # no descriptor or no memory just now
+            self.part()
+            self._stop_listening()
+            self._next_try_s = time.monotonic() + self._retry_s
+            return False
+
+    def retry_s(self) -> float | None:
+        """A timer runs only for an end that nobody can wake: a connecting one, or one that could not listen."""
+        if self._socket is not None or self._listener is not None:
+            return None
+        return max(0.0, self._next_try_s - time.monotonic())
+
+    def _dial(self) -> socket.socket | None:
+        if time.monotonic() < self._next_try_s:
+            return None
+        self._next_try_s = time.monotonic() + self._retry_s
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        found.settimeout(0)
+        if found.connect_ex(os.fspath(self._path)):
+            found.close()
+            return None
+        return found
+
+    def _accept(self) -> socket.socket | None:
+        if self._listener is None and (time.monotonic() < self._next_try_s or not self.listen()):
+            return None
+        while self._listener is not None:
+            try:
+                found, _ = self._listener.accept()
+            except BlockingIOError:
+                return None
+            except ConnectionAbortedError:
+                continue
+            if _credentials(found)[1] == os.geteuid():
+                self._stop_listening()  # nothing named is left while a peer is there
+                return found
+            found.close()
+        return None
+
+    def _adopt(self, found: socket.socket) -> bool:
+        pid, uid = _credentials(found)
+        if uid != os.geteuid():
+            found.close()
+            return False
+        self._socket, self.peer_pid, self._peer_dead = found, pid, False
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._epoll.register(found.fileno(), select.EPOLLIN)
+        try:
+            self._pidfd = OwnedFd(os.pidfd_open(pid))
+            self._epoll.register(self._pidfd.number, select.EPOLLIN)
+        except ProcessLookupError:
+            self._peer_dead = True
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            # Of a pid namespace that cannot be seen from here: the end of its socket tells.
+        if self._sends:
+            self._arena = Arena(self.arena_bytes)
+            self._own_bytes = [0]
+        return True
+
+    def listen(self) -> bool:
+        """Bind the path, in place of a socket file that nobody answers. Returns False when somebody does."""
+        self._next_try_s = time.monotonic() + self._retry_s
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.settimeout(0)
+        folder = OwnedFd(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            fcntl.flock(folder.number, fcntl.LOCK_EX)  # held by each listener for a few system calls
+            if _answers(self._path):
+                listener.close()
+                return False
+            self._path.unlink(missing_ok=True)
+            listener.bind(os.fspath(self._path))
+            listener.listen(8)
+            status = self._path.lstat()
+            self._listener_file = (status.st_dev, status.st_ino)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            folder.close()
+        self._listener = listener
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        return True
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            status = self._path.lstat()
+            if (status.st_dev, status.st_ino) == self._listener_file:
+                self._path.unlink()  # before the socket is closed: a path that nobody answers is taken for stale
+        self._epoll.unregister(listener.fileno())
+        listener.close()
+
+    def part(self) -> None:
+        """Close the socket, and forget both arenas."""
+        found, self._socket = self._socket, None
+        if found is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(found.fileno())  # a forked child may keep it open
+            found.close()
+        if self._pidfd is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(self._pidfd.number)
+            self._pidfd.close()
+        self._pidfd = self._arena = self._peer_arena = None
+        self.peer_pid = 0
+
+    # -- packets ---------------------------------------------------------------------------------------------------
+
+    def greet(self, packet: bytes) -> Sent:
+        """Say hello; the arena's fd goes along, once."""
+        if self._arena is None:
+            return self._send([packet], ())
+        try:
+            return self._send([packet], (self._arena.fd,))
+        finally:
+            self._arena.fd.close()  # the mapping has its own
+
+    def greeted(self, packet: Packet, header: HelloPacket) -> None:
+        """Map the sending end's arena."""
+        arena_bytes = header.arena_bytes
+        fds = packet.fds if isinstance(packet, ShmPacket) else []
+        expected = int(not self._sends)
+        if len(fds) != expected or (arena_bytes > 0) != bool(expected):
+            raise RemoteProtocolError(
+                f"a hello with {len(fds)} descriptors and an arena of {arena_bytes} bytes, expected {expected} arenas"
+            )
+        if expected:
+            self._peer_arena = mapped(fds[0], arena_bytes)
+
+    def send(self, packet: bytes, body: Sequence[memoryview] | Block = ()) -> Sent:
+        """Send one packet."""
+        if isinstance(body, OwnBlock) and body.fd is not None:
+            sent = self._send([packet], (body.fd,))
+            if sent is Sent.DONE:
+                body.sent()
+            return sent
+        if isinstance(body, Sequence):
+            return self._send([packet, *body] if len(body) < _IOV_MAX else [packet, b"".join(body)], ())
+        return self._send([packet], ())
+
+    def _send(self, buffers: Sequence[bytes | memoryview], fds: Sequence[OwnedFd]) -> Sent:
+        if self._socket is None:
+            return Sent.GONE
+        rights = struct.pack(f"{len(fds)}i", *(fd.number for fd in fds))
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
+        try:
+            self._socket.sendmsg(buffers, ancillary, _FLAGS)
+        except BlockingIOError:
+            return Sent.FULL
+        except OSError as error:
+            if error.errno in _GONE:
+                return Sent.GONE
+            raise
+        return Sent.DONE
+
+    def receive(self) -> ShmPacket | Gone | None:
+        """The next packet. A reset may come before packets that are still queued: read on until there is an end."""
+        while self._socket is not None:
+            try:
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
+                    [self._received], _FDS_SPACE, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return Gone.GONE if self._peer_dead else None
+            except ConnectionResetError:
+                continue
+            fds = fds_in(ancillary) if ancillary else []
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or count == 0:
+                for fd in fds:
+                    fd.close()
+                if count == 0 and not fds:
+                    return Gone.GONE
+                raise RemoteProtocolError(
+                    f"a packet of {count} bytes or more with {len(fds)} descriptors or more,"
+                    f" the limits are {MAX_PACKET_BYTES} and 1"
+                )
+            return ShmPacket(memoryview(self._received)[:count], fds, self._peer_arena)
+        return None
+
+    # -- bodies ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Block | None:
+        """Room in the arena; for what the arena could never hold, leave to make a region of its own."""
+        if self._arena is None or not self.fits(nbytes):
+            return None
+        if nbytes > self.arena_bytes:
+            return OwnBlock(self._own_bytes, nbytes)
+        return ArenaBlock(self._arena, nbytes)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room now."""
+        if nbytes > self.arena_bytes:
+            return self._own_bytes[0] + nbytes <= self._own_budget_bytes
+        return self._arena is not None and self._arena.ring.fits(nbytes)
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def watch_room(self, *, on: bool) -> None:
+        """Whether ``poll`` shall also return when the socket takes packets."""
+        if self._socket is not None:
+            self._epoll.modify(self._socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if on else 0))
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Sleep in the kernel until something happens."""
+        self._events = []
+        self._events = self._epoll.poll(timeout_s)
+
+    def settle(self) -> Ready:
+        """What happened."""
+        woken = readable = writable = False
+        for fd, mask in self._events:
+            if fd == self._eventfd.number:
+                woken = True
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            elif self._pidfd is not None and fd == self._pidfd.number:
+                self._peer_dead = readable = True
+            elif self._socket is not None and fd == self._socket.fileno():
+                writable = writable or bool(mask & select.EPOLLOUT)
+                readable = readable or bool(mask & ~select.EPOLLOUT)
+        self._events = []
+        return Ready(woken, readable, writable)
+
+    def wake(self) -> None:
+        """Make ``poll`` return."""
+        if self._eventfd.number >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._eventfd.number, 1)
+
+    def close(self) -> None:
+        """Close all but the wake-up."""
+        self.part()
+        self._stop_listening()
+
+    def release(self) -> None:
+        """Close the wake-up."""
+        self._eventfd.close()
+        self._epoll.close()
+
+
+def _credentials(found: socket.socket) -> tuple[int, int]:
+    """Process and user id of the peer."""
+    pid, uid, _ = _PEER.unpack(found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def _answers(path: Path) -> bool:
+    """Whether a living process listens at a path. One that died may have left the socket to a forked child."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    probe.settimeout(0)
+    try:
+        failure = probe.connect_ex(os.fspath(path))
+        if failure:
+            return failure == errno.EAGAIN  # its backlog is full
+        try:
+            os.close(os.pidfd_open(_credentials(probe)[0]))
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass
+        return True
+    finally:
+        probe.close()

@@ -1,0 +1,379 @@
+"""The part of a stage that the outbox, the inbox and the public calls share: one lock, the tables, and effects.
+
+Under the lock a happening moves a half, and its effects change tables or are put aside; what is put aside (connector calls,
+hooks, observers) runs once the lock is free. `Turn` is that: the lock, and the list of what comes after.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, assert_never
+
+from omni_fsm.connectors.port import Connector
+from omni_fsm.protocol.frames import Cause, Outcome
+from omni_fsm.protocol.half import Moved
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.protocol.names import ReceiverEffect, SenderEffect
+from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved
+from omni_fsm.protocol.sender import SenderHalf, SenderMoved
+from omni_fsm.runtime.config import StageConfig
+from omni_fsm.runtime.feedback import Feedback
+from omni_fsm.runtime.ports import Clock, Failure, Observer, StageHost, Transition, Wakeups
+from omni_fsm.runtime.requests import Request, Tables, Tombstone
+from omni_fsm.runtime.timers import Timers
+from omni_fsm.state import Owner, StateStore
+
+UNLIMITED = 2**62
+"""Credit of a stream whose frames are discarded: nothing that is still owed may wait for it."""
+
+
+class Turn:
+    """A critical section, and what runs after it, in order, without the lock."""
+
+    def __init__(self, core: "StageCore") -> None:
+        self._core = core
+        self._after: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def later(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run ``call(*args, **kwargs)`` once the lock is free."""
+        self._after.append((call, args, kwargs))
+
+    def __enter__(self) -> Self:
+        self._core.lock.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._core.lock.release()
+        for call, args, kwargs in self._after:
+            self._core.guarded(call, *args, **kwargs)
+
+
+class StageCore:
+    """Lock, tables, timers and effects of one stage. Its users are the modules of this package."""
+
+    def __init__(  # noqa: PLR0913 - the ports of a stage
+        self,
+        config: StageConfig,
+        *,
+        source: Connector | None,
+        sink: Connector | None,
+        host: StageHost,
+        clock: Clock,
+        wakeups: Wakeups,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.sink = sink
+        self.host = host
+        self.clock = clock
+        self.wakeups = wakeups
+        self.observers = observers
+        self.lock = threading.RLock()
+        self.tables = Tables(config.tombstones_max)
+        self.timers = Timers()
+        self.state = StateStore(self.lock)
+        self.feedback = Feedback()
+        self.feedback_came = threading.Condition(self.lock)
+        self.ready: deque[Request] = deque()  # a producer has to run
+        self.puts: deque[Request] = deque()  # a frame has to be put
+        self.urgent_puts: deque[Request] = deque()  # openings and failed ends: they pass by both queues
+        self.backlog_bytes = 0
+        self.paused: dict[str, None] = {}  # refused for the backlog's sake, to be told when there is room
+        self.lost: dict[str, Cause] = {}  # by edge role: why the peer is gone, while it is
+        self.closing = False
+
+    def turn(self) -> Turn:
+        """Enter the lock: ``with core.turn() as turn``."""
+        return Turn(self)
+
+    def guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run a connector call, hook or observer; what it raises is reported, and the stage goes on."""
+        try:
+            call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - reported: a hook must not take the I/O thread with it
+            name = getattr(call, "__qualname__", repr(call))
+            cause = Cause(Outcome.ERROR, f"{name} raised {type(error).__name__}: {error}", self.clock.now_ns())
+            failure = Failure("hook_raised", "stage", None, "", None, cause)
+            for observer in self.observers:
+                if getattr(call, "__self__", None) is not observer:
+                    observer.on_failure(failure)
+
+    # Halves
+
+    def sender_moved(self, turn: Turn, request: Request, moved: SenderMoved) -> SenderMoved:
+        """Do what a transition of the sender asks for, and see whether its queue can go on."""
+        half = request.sender
+        if half is None:
+            raise AssertionError(request)
+        self._observe(turn, request, half, moved, half.next_seq)
+        for effect in moved.effects:
+            self._do_for_sender(turn, request, half, effect)
+        self._count_backlog(turn, request, half)
+        if half.is_final and moved.before is not moved.after:
+            self._sender_over(turn, request)
+        else:
+            self.dispatch(turn, request)
+        return moved
+
+    def receiver_moved(self, turn: Turn, request: Request, moved: ReceiverMoved) -> ReceiverMoved:
+        """Do what a transition of the receiver asks for, and set its stall clock."""
+        half = request.receiver
+        if half is None:
+            raise AssertionError(request)
+        self._observe(turn, request, half, moved, half.next_seq)
+        for effect in moved.effects:
+            self._do_for_receiver(turn, request, half, effect)
+        key = ("deadline", request.identity)
+        if half.waiting and self.config.input_wait_s:
+            self.set_timer(turn, key, self.config.input_wait_s)
+        else:
+            self.timers.cancel(key)
+        if request.is_over:
+            self.tables.forget(request)
+        return moved
+
+    def _do_for_sender(self, turn: Turn, request: Request, half: SenderHalf, effect: SenderEffect) -> None:
+        match effect:
+            case SenderEffect.RESET_SEGMENT:
+                self.state.reset_segment(request.identity)
+            case SenderEffect.RECORD_FAILURE:
+                self.tell_host(turn, request, half, cause_of(half))
+            case SenderEffect.TELL_RECEIVER:
+                self.tell_host(turn, request, half, cause_of(half))
+                self._tell_receiver(turn, request, cause_of(half))
+            case SenderEffect.REPORT_MARKER_LOST:
+                self.feedback.marker_lost[request.internal_id] = cause_of(half)
+                self.woken(turn)
+                self.report(turn, "marker_lost", request, half, cause_of(half))
+            case SenderEffect.RELEASE:
+                self.state.release(request.identity)
+                if self.sink is not None:
+                    turn.later(self.sink.reclaim, request.identity, unread=False)
+            case SenderEffect.RECLAIM_UNREAD:
+                if self.sink is not None:
+                    turn.later(self.sink.reclaim, request.identity, unread=True)
+            case _:
+                assert_never(effect)
+
+    def _do_for_receiver(self, turn: Turn, request: Request, half: ReceiverHalf, effect: ReceiverEffect) -> None:
+        match effect:
+            case ReceiverEffect.REPORT_OPEN:
+                self.feedback.opened[request.internal_id] = None
+                self.woken(turn)
+            case ReceiverEffect.GRANT_CREDIT:
+                self.grant(turn, half)
+            case ReceiverEffect.WAKE_SCHEDULER:
+                self.feedback.ready[request.internal_id] = None
+                self.woken(turn)
+            case ReceiverEffect.RECORD_FAILURE:
+                self.waive_credit(turn, request.identity, half)
+                self.tell_host(turn, request, half, cause_of(half))
+            case ReceiverEffect.REPORT_END:
+                self.feedback.input_ended[request.internal_id] = None
+                self.woken(turn)
+            case ReceiverEffect.TELL_SENDER:
+                self._tell_sender(turn, request, cause_of(half))
+            case ReceiverEffect.STOP_SENDER:
+                if self.source is not None:
+                    turn.later(self.source.stop, request.identity, cause_of(half))
+            case ReceiverEffect.RETIRE:
+                self.bury(turn, request.identity, cause_of(half), half)
+                self.timers.cancel(("deadline", request.identity))
+            case _:
+                assert_never(effect)
+
+    # The binding of a request's two halves
+
+    def _tell_sender(self, turn: Turn, request: Request, cause: Cause) -> None:
+        """The stage's receiver left early: what its sender is told."""
+        sender = request.sender
+        if sender is None:
+            return
+        if cause.outcome is Outcome.ERROR:
+            self.sender_moved(turn, request, sender.on_upstream_failed(cause))
+        else:
+            self.sender_moved(turn, request, sender.on_cancelled(cause))
+
+    def _tell_receiver(self, turn: Turn, request: Request, cause: Cause) -> None:
+        """The stage's sender failed, was stopped or lost its peer: what its receiver is told.
+
+        At the front the request begins and ends: nobody upstream has to stop, its receiver fails. ``done`` cancels nobody.
+        """
+        receiver = request.receiver
+        if receiver is None or receiver.is_final:
+            return
+        if self.config.front:
+            if cause.outcome is not Outcome.DONE:
+                self.receiver_moved(turn, request, receiver.on_request_failed(cause))
+        elif cause.outcome is Outcome.DONE:
+            self.receiver_moved(turn, request, receiver.on_released(cause))
+        else:
+            self.receiver_moved(turn, request, receiver.on_cancelled(cause))
+
+    # Lives and their queues
+
+    def open_life(self, turn: Turn, request: Request) -> None:
+        """The request's generation becomes the owner of its external id; its queue starts to move."""
+        request.view = self.state.own(Owner(request.internal_id, request.identity))
+        self.dispatch(turn, request)
+
+    def dispatch(self, turn: Turn, request: Request) -> None:
+        """Send the head of the queue on, if nothing is in flight and it need not wait."""
+        half = request.sender
+        if half is None or not half.ready or self.tables.owner(request) is not request:
+            return
+        head = half.queue[0]
+        if request.hold is head:
+            return
+        if request.hold is not None:
+            self.unhold(request)
+        if not head.runs_producer:
+            self.begin_put(turn, request, half)
+        elif not request.scheduled:
+            request.scheduled = True
+            self.ready.append(request)
+            turn.later(self.wakeups.produce)
+
+    def begin_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
+        """Take a head that needs no producer and queue its frame."""
+        self._observe(turn, request, half, half.on_task_begun(), half.next_seq)
+        self.queue_put(turn, request, half)
+
+    def queue_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
+        """Queue the built frame in flight for the outbox."""
+        task = half.in_flight
+        if task is None or task.frame is None:
+            return
+        (self.puts if task.frame.uses_credit else self.urgent_puts).append(request)
+        turn.later(self.wakeups.put)
+
+    def unhold(self, request: Request) -> None:
+        """The head of the queue need not wait any longer."""
+        request.hold = None
+        self.timers.cancel(("hold", request.identity))
+
+    def _sender_over(self, turn: Turn, request: Request) -> None:
+        self.unhold(request)
+        self.feedback.output_ended[request.internal_id] = None
+        self.woken(turn)
+        successor = self.tables.end_life(request)
+        if request.is_over:
+            self.tables.forget(request)
+        if successor is not None:
+            self.open_life(turn, successor)
+
+    def _count_backlog(self, turn: Turn, request: Request, half: SenderHalf) -> None:
+        self.backlog_bytes += half.queued_bytes - request.backlog
+        request.backlog = half.queued_bytes
+        if self.backlog_bytes <= self.config.backlog_bytes // 2 and self.paused:
+            self.feedback.resumed.update(dict.fromkeys(self.paused))
+            self.paused.clear()
+            self.woken(turn)
+
+    # Credit, tombstones, timers
+
+    def grant(self, turn: Turn, half: ReceiverHalf) -> None:
+        """Tell the sender of a registered stream what it may put."""
+        if self.source is not None and half.opened:
+            turn.later(
+                self.source.grant,
+                half.identity,
+                frames=self.config.window_frames,
+                nbytes=self.config.window_bytes,
+                taken_frames=half.taken_frames,
+                taken_bytes=half.taken_bytes,
+            )
+
+    def waive_credit(self, turn: Turn, identity: Identity, half: ReceiverHalf | None) -> None:
+        """Later frames of this stream are discarded: they need no credit."""
+        if self.source is not None:
+            turn.later(self.source.grant, identity, frames=UNLIMITED, nbytes=UNLIMITED, taken_frames=0, taken_bytes=0)
+
+    def bury(self, turn: Turn, identity: Identity, cause: Cause, half: ReceiverHalf | None = None) -> None:
+        """Leave a tombstone: later frames of this identity are discarded, a later registration is refused.
+
+        Args:
+            turn: The critical section.
+            identity: The stream.
+            cause: How it ended.
+            half: The registration that ended; None when there was none and its frames were dropped unclaimed.
+        """
+        expires_ns = self.clock.now_ns() + int(self.config.tombstone_s * 1e9)
+        self.tables.bury(identity, Tombstone(cause, half is None, expires_ns))
+        if len(self.tables.tombstones) == 1:
+            self.set_timer(turn, ("tombstones",), self.config.tombstone_s)
+        self.waive_credit(turn, identity, half)
+        if self.source is not None:
+            turn.later(self.source.reclaim, identity, unread=True)
+
+    def set_timer(self, turn: Turn, key: tuple[Any, ...], after_s: float) -> None:
+        """Set or move a timer."""
+        before_ns = self.timers.next_due_ns()
+        due_ns = self.clock.now_ns() + int(after_s * 1e9)
+        self.timers.set(key, due_ns)
+        if before_ns is None or due_ns < before_ns:
+            turn.later(self.wakeups.tick)
+
+    # Telling
+
+    def tell_host(self, turn: Turn, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
+        """Record, once per request and under its internal id, why it ends early."""
+        if request.told:
+            return
+        request.told = True
+        self.feedback.ready.pop(request.internal_id, None)
+        self.feedback.failed[request.internal_id] = cause
+        self.woken(turn)
+        self.report(turn, "failed", request, half, cause)
+
+    def woken(self, turn: Turn) -> None:
+        """There is feedback to collect."""
+        self.feedback_came.notify_all()
+        turn.later(self.host.feedback_ready)
+
+    def report(self, turn: Turn, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
+        """Tell the observers of a failure."""
+        failure = Failure(
+            what, half.table.machine, half.edge, request.internal_id, request.identity, cause, half.next_seq
+        )
+        for observer in self.observers:
+            turn.later(observer.on_failure, failure)
+
+    def report_edge(self, turn: Turn, connector: Connector | None, cause: Cause) -> None:
+        """Tell the observers that an edge failed as a whole."""
+        failure = Failure("edge", "connector", connector.edge if connector else None, "", None, cause)
+        for observer in self.observers:
+            turn.later(observer.on_failure, failure)
+
+    def _observe(
+        self,
+        turn: Turn,
+        request: Request,
+        half: SenderHalf | ReceiverHalf,
+        moved: Moved[Any, Any, Any],
+        seq: int,
+    ) -> None:
+        if not self.observers:
+            return
+        transition = Transition(
+            machine=half.table.machine,
+            edge=half.edge,
+            internal_id=request.internal_id,
+            identity=request.identity,
+            seq=seq,
+            event=moved.event,
+            before=moved.before,
+            after=moved.after,
+            effects=moved.effects,
+            ignored=moved.ignored,
+            at_ns=self.clock.now_ns(),
+        )
+        for observer in self.observers:
+            turn.later(observer.on_transition, transition)
+
+
+def cause_of(half: SenderHalf | ReceiverHalf) -> Cause:
+    """The cause of a half that leaves; there is one whenever an effect asks for it."""
+    return half.cause or Cause(Outcome.OK)

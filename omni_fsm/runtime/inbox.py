@@ -1,0 +1,221 @@
+"""The receiving side of a stage: one step function that gets one frame and feeds it to its half."""
+
+from collections.abc import Callable
+from typing import Any
+
+from omni_fsm.connectors.port import (
+    Arrival,
+    CreditReturned,
+    EdgeRefused,
+    PeerBack,
+    PeerLost,
+    RoomReturned,
+    Signal,
+    Stopped,
+)
+from omni_fsm.payload import decode
+from omni_fsm.protocol.errors import ConfigError, RemoteProtocolError
+from omni_fsm.protocol.frames import Cause, Frame, Outcome
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.protocol.names import ReceiverEvent
+from omni_fsm.protocol.receiver import ReceiverHalf
+from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.feedback import Admission
+from omni_fsm.runtime.ports import Later, Offer, Refuse, Register
+from omni_fsm.runtime.requests import HeldFrame, Request, Unclaimed
+
+EDGE = "source"
+UNCLAIMED_FRAMES = 8
+"""How many frames of an unregistered identity are held: its opening, its small first credit, and failed ends."""
+
+
+class Inbox:
+    """Gets frames, finds their half by identity, and hears of the sending end's death."""
+
+    def __init__(self, core: StageCore, register: Callable[[str, Identity], Admission]) -> None:
+        self.core = core
+        self.register = register
+
+    def get_once(self) -> bool:
+        """Get one frame and feed it; the body is copied and decoded outside the lock. Returns whether there was one.
+
+        Called by: the I/O thread of the input edge.
+        """
+        source = self.core.source
+        if source is None:
+            return False
+        try:
+            arrival = source.get()
+        except RemoteProtocolError as error:  # the connector has closed the edge: PeerLost follows
+            self._report_edge(error)
+            return True
+        if arrival is None:
+            return False
+        frame = arrival.frame
+        with self.core.turn() as turn:
+            request = self.core.tables.receiver_of(frame.identity)
+            half = request.receiver if request is not None else None
+            wanted = self._wanted(turn, request, half, frame)
+            if wanted and request is not None and half is not None and arrival.nbytes:
+                self.core.receiver_moved(turn, request, half.on_get_begun())
+        if wanted:
+            self._deliver(frame, *self._fetch(arrival, request, half))
+        arrival.discard()
+        return True
+
+    def _wanted(self, turn: Turn, request: Request | None, half: ReceiverHalf | None, frame: Frame) -> bool:
+        """Whether the frame's body is worth fetching; a frame that no half wants any more is dealt with here."""
+        if request is not None and half is not None:
+            if half.wants_body:
+                return True
+            self.core.receiver_moved(turn, request, half.on_frame(frame))
+            return False
+        tombstone = self.core.tables.tombstones.get(frame.identity)
+        if tombstone is None:
+            return True
+        if not frame.uses_credit and frame.cause is None and self.core.source is not None:
+            # It opens after its receiver left: the stop that was sent then found no sender.
+            turn.later(self.core.source.stop, frame.identity, stop_of(tombstone.cause))
+            self.core.waive_credit(turn, frame.identity, None)
+        return False
+
+    def _fetch(
+        self, arrival: Arrival, request: Request | None, half: ReceiverHalf | None
+    ) -> tuple[Any, int, Cause | None]:
+        """Body of an arrival: its payload, its size, and why it cannot be accepted if it cannot."""
+        while True:
+            try:
+                body = arrival.load()
+                return (None if body is None else decode(body)), arrival.nbytes, None
+            except RemoteProtocolError as error:
+                return None, arrival.nbytes, self._cause(f"frame_invalid: {error}")
+            except Exception as error:  # noqa: BLE001 - becomes an event: the get is retried, then given up
+                cause = self._cause(f"get_given_up: {type(error).__name__}: {error}")
+                if request is None or half is None or not half.getting:
+                    return None, arrival.nbytes, cause
+                with self.core.turn() as turn:
+                    moved = self.core.receiver_moved(turn, request, half.on_get_failed(cause))
+                if moved.event is not ReceiverEvent.GET_RETRIED or moved.ignored:
+                    return None, arrival.nbytes, cause
+
+    def _deliver(self, frame: Frame, payload: Any, nbytes: int, invalid: Cause | None) -> None:
+        """Feed a fetched frame to its half, or hold it for a registration to come."""
+        held = HeldFrame(frame, payload, nbytes, invalid)
+        with self.core.turn() as turn:
+            request = self.core.tables.receiver_of(frame.identity)
+            if request is not None:
+                self.feed(turn, request, held)
+            elif frame.identity not in self.core.tables.tombstones:
+                self._hold(turn, held)
+
+    def feed(self, turn: Turn, request: Request, held: HeldFrame) -> None:
+        """Feed one frame to the receiver of a request."""
+        half = request.receiver
+        if half is None:
+            return
+        if held.invalid is not None:
+            self.core.receiver_moved(turn, request, half.on_frame_invalid(held.invalid))
+        else:
+            self.core.receiver_moved(turn, request, half.on_frame(held.frame, held.payload, held.nbytes))
+
+    # Requests that nobody has registered
+
+    def _hold(self, turn: Turn, held: HeldFrame) -> None:
+        core = self.core
+        identity = held.frame.identity
+        waiting = core.tables.unclaimed.get(identity)
+        if waiting is None:
+            waiting = core.tables.unclaimed[identity] = Unclaimed()
+            core.set_timer(turn, ("unclaimed", identity), core.config.unclaimed_s)
+            turn.later(self._offer, identity)
+        waiting.frames.append(held)
+        if len(waiting.frames) > UNCLAIMED_FRAMES:
+            self.drop_unclaimed(turn, identity, self._cause("unclaimed"))
+
+    def drop_unclaimed(self, turn: Turn, identity: Identity, cause: Cause) -> None:
+        """Nobody registered it: forget its frames, remember its name, stop its sender."""
+        core = self.core
+        if core.tables.unclaimed.pop(identity, None) is None:
+            return
+        core.timers.cancel(("unclaimed", identity))
+        core.bury(turn, identity, cause)
+        if core.source is not None:
+            turn.later(core.source.stop, identity, cause)
+
+    def _offer(self, identity: Identity) -> None:
+        """Ask the host, outside the lock, what to do with a request it has not registered."""
+        try:
+            answer: Offer = self.core.host.stream_offered(identity)
+        except Exception as error:  # noqa: BLE001 - a host that cannot answer refuses, with its own words
+            answer = Refuse(f"{type(error).__name__}: {error}")
+        match answer:
+            case Register(internal_id):
+                self._register_offered(internal_id, identity)
+            case Refuse(reason):
+                with self.core.turn() as turn:
+                    self.drop_unclaimed(turn, identity, self._cause(reason))
+            case Later():
+                pass
+
+    def _register_offered(self, internal_id: str, identity: Identity) -> None:
+        try:
+            admission = self.register(internal_id, identity)
+        except ConfigError as error:  # the host's own id is in use: its words go to the sender
+            admission = Admission(accepted=False, reason=str(error))
+        with self.core.turn() as turn:
+            if admission.accepted:
+                self.core.feedback.registered[internal_id] = identity
+                self.core.woken(turn)
+            else:
+                self.drop_unclaimed(turn, identity, self._cause(admission.reason))
+
+    # The peer
+
+    def on_signal(self, signal: Signal) -> None:
+        """Feed one signal of the input edge. Called by: its I/O thread."""
+        core = self.core
+        with core.turn() as turn:
+            match signal:
+                case PeerBack():
+                    core.lost.pop(EDGE, None)
+                    core.timers.cancel(("lost", EDGE))
+                case PeerLost(reason):
+                    self._peer_lost(turn, reason)
+                case EdgeRefused(error):
+                    core.report_edge(turn, core.source, self._cause(str(error)))
+                    self._peer_lost(turn, str(error))
+                case Stopped() | CreditReturned() | RoomReturned():
+                    raise AssertionError(signal)
+
+    def _peer_lost(self, turn: Turn, reason: str) -> None:
+        """Streams that the lost process had opened fail now; the others if it is not back in time."""
+        core = self.core
+        cause = self._cause(reason)
+        core.lost[EDGE] = cause
+        core.set_timer(turn, ("lost", EDGE), core.config.reconnect_s)
+        for waiting in core.tables.unclaimed.values():
+            waiting.orphaned = True
+        for request in core.tables.snapshot():
+            if request.receiver is not None and request.receiver.opened:
+                core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
+
+    def still_lost(self, turn: Turn) -> None:
+        """The peer did not come back in time: whoever waits on this edge fails."""
+        cause = self.core.lost.get(EDGE)
+        if cause is not None:
+            for request in self.core.tables.snapshot():
+                if request.receiver is not None:
+                    self.core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
+
+    def _cause(self, reason: str) -> Cause:
+        return Cause(Outcome.ERROR, reason, self.core.clock.now_ns())
+
+    def _report_edge(self, error: RemoteProtocolError) -> None:
+        source = self.core.source
+        with self.core.turn() as turn:
+            self.core.report_edge(turn, source, self._cause(str(error)))
+
+
+def stop_of(cause: Cause) -> Cause:
+    """The cause that a stop carries for a registration that ended with ``cause``."""
+    return Cause(Outcome.DONE, "done", cause.at_ns) if cause.outcome is Outcome.OK else cause

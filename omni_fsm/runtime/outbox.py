@@ -1,0 +1,235 @@
+"""The sending side of a stage, as two step functions: run one producer, put one frame."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from omni_fsm.connectors.port import (
+    ConnectorClosedError,
+    CreditReturned,
+    EdgeRefused,
+    PeerBack,
+    PeerLost,
+    PutOutcome,
+    PutStatus,
+    RoomReturned,
+    Signal,
+    Stopped,
+)
+from omni_fsm.payload import encode
+from omni_fsm.protocol.frames import Cause, Frame, Outcome
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.protocol.names import SenderEvent
+from omni_fsm.protocol.sender import SenderHalf, SenderMoved, SendTask, TaskKind
+from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.ports import Producer, ProducerContext
+from omni_fsm.runtime.requests import Request
+
+EDGE = "sink"
+
+
+class Outbox:
+    """Runs producers, puts frames, and hears what the receiving end says."""
+
+    def __init__(self, core: StageCore, producer: Producer) -> None:
+        self.core = core
+        self.producer = producer
+
+    # Producers
+
+    def produce_once(self) -> bool:
+        """Run the producer of one task, outside the lock. Returns whether there was one.
+
+        Called by: the workers; any number at once, each on another request.
+        """
+        core = self.core
+        with core.turn() as turn:
+            if not core.ready:
+                return False
+            request = core.ready.popleft()
+            request.scheduled = False
+            half = request.sender
+            if half is None or not half.ready or not half.queue[0].runs_producer:
+                core.dispatch(turn, request)
+                return True
+            core.sender_moved(turn, request, half.on_task_begun())
+            task = half.in_flight
+        if task is not None:
+            self._produce(request, half, task)
+        return True
+
+    def _produce(self, request: Request, half: SenderHalf, task: SendTask) -> None:
+        core = self.core
+        try:
+            payload = self.producer(self._context(request, half, task))
+            body = None if payload is None else encode(payload)
+        except Exception as error:  # noqa: BLE001 - becomes an event: the request ends with the producer's own words
+            cause = Cause(Outcome.ERROR, f"{type(error).__name__}: {error}", core.clock.now_ns())
+            with core.turn() as turn:
+                core.sender_moved(turn, request, half.on_producer_raised(cause))
+                core.queue_put(turn, request, half)
+            return
+        with core.turn() as turn:
+            core.sender_moved(turn, request, half.on_produced(body))
+            core.queue_put(turn, request, half)
+
+    @staticmethod
+    def _context(request: Request, half: SenderHalf, task: SendTask) -> ProducerContext:
+        if request.view is None:
+            raise AssertionError(request)
+        return ProducerContext(
+            request=request.internal_id,
+            identity=request.identity,
+            output=task.item,
+            is_finished=task.kind is TaskKind.END,
+            is_segment_finished=task.kind is not TaskKind.CHUNK,
+            segment=half.segment,
+            seq=half.next_seq,
+            state=request.view,
+        )
+
+    # Frames
+
+    def put_once(self) -> bool:
+        """Put one frame, outside the lock; openings and failed ends first. Returns whether there was one.
+
+        Called by: the outbox thread.
+        """
+        core = self.core
+        with core.turn():
+            queue = core.urgent_puts or core.puts
+            if not queue:
+                return False
+            request = queue.popleft()
+            half = request.sender
+            task = half.in_flight if half is not None else None
+            wakes = request.wakes
+        if half is None or task is None or task.frame is None:
+            return True  # peer loss ended the life while its frame was queued
+        frame, outcome = self._put(task.frame)
+        with core.turn() as turn:
+            self._feed(turn, request, half, frame, outcome, woken=request.wakes != wakes)
+        return True
+
+    def _put(self, frame: Frame) -> tuple[Frame, PutOutcome]:
+        """One put; a frame that has to wait gets a body of its own."""
+        sink = self.core.sink
+        if sink is None:
+            raise AssertionError(frame)
+        try:
+            outcome = sink.put(frame)
+        except ConnectorClosedError as error:
+            outcome = PutOutcome(PutStatus.REFUSED, str(error))
+        except Exception as error:  # noqa: BLE001 - a connector's raise counts as a failed attempt
+            outcome = PutOutcome(PutStatus.RETRY, f"{type(error).__name__}: {error}")
+        if outcome.status in (PutStatus.BUSY, PutStatus.RETRY) and frame.body is not None:
+            frame = replace(frame, body=frame.body.owned())
+        return frame, outcome
+
+    def _feed(  # noqa: PLR0913 - one happening
+        self, turn: Turn, request: Request, half: SenderHalf, frame: Frame, outcome: PutOutcome, *, woken: bool
+    ) -> None:
+        now_ns = self.core.clock.now_ns()
+        reason = outcome.reason or f"put {outcome.status}"
+        cause = Cause(Outcome.ERROR, f"put_given_up: {reason}", now_ns)
+        match outcome.status:
+            case PutStatus.STORED:
+                request.busy_since_ns = None
+                self.core.sender_moved(turn, request, half.on_stored())
+            case PutStatus.BUSY:
+                self._feed_busy(turn, request, half, frame, woken=woken)
+            case PutStatus.RETRY:
+                attempts = half.in_flight.attempts if half.in_flight else 0
+                moved = half.on_put_failed(cause, frame)
+                if moved.event is SenderEvent.PUT_RETRIED and not moved.ignored:
+                    self._hold(turn, request, half, self.core.config.retry_wait_ms / 1e3 * 2**attempts)
+                self.core.sender_moved(turn, request, moved)
+            case PutStatus.REFUSED:
+                self.core.sender_moved(turn, request, half.on_given_up(cause))
+
+    def _feed_busy(self, turn: Turn, request: Request, half: SenderHalf, frame: Frame, *, woken: bool) -> None:
+        core = self.core
+        now_ns = core.clock.now_ns()
+        since_ns = request.busy_since_ns if request.busy_since_ns is not None else now_ns
+        stall_s = core.config.send_stall_s or 0.0
+        left_s = stall_s - (now_ns - since_ns) / 1e9
+        if stall_s and left_s <= 0:
+            cause = Cause(Outcome.ERROR, f"send_stall: no credit or room for {stall_s:g} s", now_ns)
+            request.busy_since_ns = None
+            core.sender_moved(turn, request, half.on_given_up(cause))
+            return
+        request.busy_since_ns = since_ns
+        moved = half.on_busy(frame)
+        if moved.event is SenderEvent.PUT_DEFERRED and not moved.ignored and not woken:
+            self._hold(turn, request, half, left_s if stall_s else None)
+        core.sender_moved(turn, request, moved)
+
+    def _hold(self, turn: Turn, request: Request, half: SenderHalf, wait_s: float | None) -> None:
+        """The frame that just went back to the head waits there."""
+        request.hold = half.queue[0]
+        if wait_s is not None:
+            self.core.set_timer(turn, ("hold", request.identity), wait_s)
+
+    # What the receiving end says
+
+    def on_signal(self, signal: Signal) -> None:
+        """Feed one signal of the output edge. Called by: its I/O thread."""
+        core = self.core
+        with core.turn() as turn:
+            match signal:
+                case Stopped(identity, cause):
+                    self._with_sender(turn, identity, lambda half: half.on_receiver_stopped(cause))
+                case CreditReturned(identity):
+                    request = core.tables.by_identity.get(identity)
+                    if request is not None:
+                        self._room_came(turn, request)
+                case RoomReturned():
+                    self._wake_all(turn)
+                case PeerBack():
+                    core.lost.pop(EDGE, None)
+                    core.timers.cancel(("lost", EDGE))
+                    self._wake_all(turn)
+                case PeerLost(reason):
+                    self._peer_lost(turn, reason)
+                case EdgeRefused(error):
+                    core.report_edge(turn, core.sink, Cause(Outcome.ERROR, str(error), core.clock.now_ns()))
+                    self._peer_lost(turn, str(error))
+
+    def _with_sender(self, turn: Turn, identity: Identity, happening: Callable[[SenderHalf], SenderMoved]) -> None:
+        request = self.core.tables.by_identity.get(identity)
+        if request is not None and request.sender is not None:
+            self.core.sender_moved(turn, request, happening(request.sender))
+
+    def _room_came(self, turn: Turn, request: Request) -> None:
+        """A put of this request that was, or is about to be, found busy may succeed now."""
+        request.wakes += 1
+        if request.busy_since_ns is not None:
+            self.retry(turn, request)
+
+    def retry(self, turn: Turn, request: Request) -> None:
+        """The frame at the head has waited enough."""
+        if request.hold is not None:
+            self.core.unhold(request)
+            self.core.dispatch(turn, request)
+
+    def _wake_all(self, turn: Turn) -> None:
+        for request in self.core.tables.snapshot():
+            self._room_came(turn, request)
+
+    def _peer_lost(self, turn: Turn, reason: str) -> None:
+        """Lives that the peer had heard of end now; the others get it if the peer is not back in time."""
+        core = self.core
+        cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
+        core.lost[EDGE] = cause
+        core.set_timer(turn, ("lost", EDGE), core.config.reconnect_s)
+        for request in core.tables.snapshot():
+            if request.sender is not None and request.sender.announced:
+                core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
+
+    def still_lost(self, turn: Turn) -> None:
+        """The peer did not come back in time: whoever opens on this edge fails."""
+        core = self.core
+        cause = core.lost.get(EDGE)
+        if cause is not None:
+            for request in core.tables.snapshot():
+                if request.sender is not None and not request.sender.is_final:
+                    core.sender_moved(turn, request, request.sender.on_peer_lost(cause))

@@ -1,0 +1,444 @@
+"""A stage's runtime: what a runner and a scheduler call, and the steps that threads repeat."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from omni_fsm.connectors.port import Connector
+from omni_fsm.payload import tree_nbytes
+from omni_fsm.protocol.errors import ConfigError
+from omni_fsm.protocol.frames import Cause, Outcome
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.protocol.names import ReceiverState, SenderState
+from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved, Staged
+from omni_fsm.protocol.sender import SenderHalf, SenderMoved
+from omni_fsm.runtime import inbox as inbox_module
+from omni_fsm.runtime import outbox as outbox_module
+from omni_fsm.runtime.config import StageConfig
+from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.feedback import ACCEPTED, GONE, NOT_YET, Admission, Feedback, Taken, TakenKind
+from omni_fsm.runtime.inbox import Inbox
+from omni_fsm.runtime.outbox import Outbox
+from omni_fsm.runtime.ports import (
+    Clock,
+    MonotonicClock,
+    NoThreads,
+    Observer,
+    Producer,
+    StageHost,
+    Wakeups,
+    passthrough,
+)
+from omni_fsm.runtime.requests import Request
+from omni_fsm.state import RawPayloads
+from omni_fsm.tables import receiver_table, sender_table
+
+_UNKNOWN = Admission(accepted=False, reason="not registered here, or its life is over")
+
+
+class StageRuntime:
+    """One stage's end of the protocol: requests, producer state, outbox, inbox, deadlines, cleanup.
+
+    All methods are thread-safe. None but ``collect_feedback`` with a time-out blocks; none does I/O under the lock. The
+    steps (``produce_once``, ``put_once``, ``source_once``, ``sink_once``, ``tick_once``) do nothing by themselves:
+    `StageThreads` repeats them, tests call them by hand.
+
+    Args:
+        config: The stage's settings.
+        source: Receiving end of the input edge; None in a stage without one. Owned from here on.
+        sink: Sending end of the output edge; None in a stage without one. Owned from here on.
+        producer: Makes payloads of what the runner submits.
+        host: The runner; see `StageHost`.
+        clock: Time.
+        wakeups: Told when a step has work.
+        observers: Told of every transition and failure.
+
+    Raises:
+        ConfigError: An edge does not belong to the stage, or the stage has none.
+    """
+
+    def __init__(  # noqa: PLR0913 - the ports of a stage
+        self,
+        config: StageConfig,
+        *,
+        source: Connector | None,
+        sink: Connector | None,
+        host: StageHost,
+        producer: Producer = passthrough,
+        clock: Clock | None = None,
+        wakeups: Wakeups | None = None,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        if source is None and sink is None:
+            raise ConfigError("source, sink", None, "a connector for at least one edge")
+        if source is not None and source.edge.to_stage != config.stage:
+            raise ConfigError("source.edge", str(source.edge), f"an edge to {config.stage}")
+        if sink is not None and sink.edge.from_stage != config.stage:
+            raise ConfigError("sink.edge", str(sink.edge), f"an edge from {config.stage}")
+        self.config = config
+        self._core = StageCore(
+            config,
+            source=source,
+            sink=sink,
+            host=host,
+            clock=clock or MonotonicClock(),
+            wakeups=wakeups or NoThreads(),
+            observers=tuple(observers),
+        )
+        self._outbox = Outbox(self._core, producer)
+        self._inbox = Inbox(self._core, self.register)
+
+    @property
+    def source(self) -> Connector | None:
+        """Receiving end of the input edge."""
+        return self._core.source
+
+    @property
+    def sink(self) -> Connector | None:
+        """Sending end of the output edge."""
+        return self._core.sink
+
+    @property
+    def request_payload(self) -> RawPayloads:
+        """The producer state of all requests as legacy producers use it, raw, by external id."""
+        return self._core.state.raw
+
+    def drive(self, wakeups: Wakeups) -> None:
+        """Hand over the wake-ups of the threads that repeat the steps. Called once, before the first request."""
+        self._core.wakeups = wakeups
+
+    # Registering
+
+    def register(self, internal_id: str, identity: Identity) -> Admission:
+        """Begin a life of a request in this stage: its receiver waits, its sender opens or queues.
+
+        Called by: the host, once per request, or the runtime itself for an accepted offer. On the front it is what begins
+        the request for the whole pipeline.
+
+        Args:
+            internal_id: This stage's own name of the request; not empty, not in use.
+            identity: External id and generation.
+
+        Returns:
+            Accepted, or refused with a reason: the stage shuts down, or this life was registered before and has ended.
+
+        Raises:
+            ConfigError: The internal id is empty or in use, or the identity is registered under another one.
+        """
+        core = self._core
+        with core.turn() as turn:
+            self._check_free(internal_id, identity)
+            if core.closing:
+                return Admission(accepted=False, reason="shutdown")
+            tombstone = core.tables.tombstones.get(identity)
+            if tombstone is not None and not tombstone.unclaimed:
+                return Admission(accepted=False, reason=f"{identity} has ended here: {tombstone.cause}")
+            request = Request(internal_id, identity)
+            if core.source is not None:
+                request.receiver = ReceiverHalf(receiver_table(), core.source.edge, identity)
+            if core.sink is not None:
+                request.sender = SenderHalf(sender_table(), core.sink.edge, identity, core.config.retries)
+            core.tables.add(request)
+            self._begin(turn, request)
+            if tombstone is not None and request.receiver is not None:
+                core.receiver_moved(turn, request, request.receiver.on_unclaimed(tombstone.cause))
+            return ACCEPTED
+
+    def _check_free(self, internal_id: str, identity: Identity) -> None:
+        tables = self._core.tables
+        if not isinstance(internal_id, str) or not internal_id:
+            raise ConfigError("internal_id", internal_id, "a str that is not empty")
+        if internal_id in tables.by_internal:
+            raise ConfigError("internal_id", internal_id, "an id that is not in use in this stage")
+        if identity in tables.by_identity:
+            held = tables.by_identity[identity].internal_id
+            raise ConfigError("identity", str(identity), f"a life that is not registered (it is, as {held!r})")
+
+    def _begin(self, turn: Turn, request: Request) -> None:
+        """Start both halves: the clock of the receiver with what came before it, the sender behind its predecessor."""
+        core = self._core
+        identity = request.identity
+        if request.sender is not None:
+            owner = core.tables.owner(request)
+            if owner is request:
+                core.open_life(turn, request)
+            elif owner.sender is not None and owner.sender.state is SenderState.FAILED:
+                cause = Cause(Outcome.CANCELLED, "released for a successor", core.clock.now_ns())
+                core.sender_moved(turn, owner, owner.sender.on_released(cause))
+        waiting = core.tables.unclaimed.pop(identity, None)
+        core.timers.cancel(("unclaimed", identity))
+        if request.receiver is not None and core.config.input_wait_s:
+            core.set_timer(turn, ("deadline", identity), core.config.input_wait_s)
+        for held in waiting.frames if waiting else ():
+            self._inbox.feed(turn, request, held)
+        if waiting and waiting.orphaned and request.receiver is not None:
+            lost = Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns())
+            core.receiver_moved(turn, request, request.receiver.on_peer_lost(lost))
+        for edge in core.lost:
+            if ("lost", edge) not in core.timers:
+                core.set_timer(turn, ("lost", edge), core.config.reconnect_s)
+
+    # What the runner says
+
+    def submit_chunk(self, internal_id: str, output: Any, *, segment_end: bool = False) -> Admission:
+        """Offer one step's output to the next stage. Never waits.
+
+        Args:
+            internal_id: The request.
+            output: Anything the producer understands; given away.
+            segment_end: Whether it is the last of its segment; makes a frame even if the producer returns nothing.
+
+        Returns:
+            Accepted, or refused with a reason: cancelled, failed, over, shutting down, or no room in the backlog.
+
+        Raises:
+            LocalProtocolError: The runner has ended this request itself.
+        """
+        core = self._core
+        with core.turn() as turn:
+            request, half = self._sender(internal_id)
+            if request is None or half is None:
+                return _UNKNOWN
+            if core.closing:
+                return Admission(accepted=False, reason="shutdown")
+            nbytes = tree_nbytes(output)
+            if core.backlog_bytes + nbytes > core.config.backlog_bytes and half.state is SenderState.ACTIVE:
+                return self._over_backlog(turn, request, half)
+            return self._admit(turn, request, half.submit_chunk(output, nbytes, segment_end=segment_end))
+
+    def end(self, internal_id: str, output: Any = None) -> Admission:
+        """Say that the request's output is complete; ``output``, if any, goes into the producer's last call.
+
+        A stage that has ended its output needs no more input: its receiver is released, which stops the stage before. The
+        front goes on receiving. A repeated end changes nothing.
+        """
+        core = self._core
+        with core.turn() as turn:
+            request, half = self._sender(internal_id)
+            if request is None or half is None:
+                return _UNKNOWN
+            moved = half.submit_end(core.clock.now_ns(), output, tree_nbytes(output))
+            admission = self._admit(turn, request, moved)
+            if request.receiver is not None and not core.config.front and not moved.ignored:
+                self._release_receiver(turn, request)
+            return admission
+
+    def fail(self, internal_id: str, reason: str) -> None:
+        """End a request with an error; the next stage and the one before learn it at once. Idempotent, first reason kept."""
+        cause = Cause(Outcome.ERROR, reason or "failed", self._core.clock.now_ns())
+        with self._core.turn() as turn:
+            request = self._leaving(internal_id)
+            if request is None:
+                return
+            if request.sender is not None and not request.sender.is_final:
+                self._core.sender_moved(turn, request, request.sender.on_host_failed(cause))
+            elif request.receiver is not None:
+                self._core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+
+    def cancel(self, internal_id: str, reason: str = "cancelled") -> None:
+        """Cancel a request in this stage, and with it in every other one. Idempotent, first reason kept."""
+        cause = Cause(Outcome.CANCELLED, reason or "cancelled", self._core.clock.now_ns())
+        with self._core.turn() as turn:
+            request = self._leaving(internal_id)
+            if request is None:
+                return
+            if request.receiver is not None:
+                self._core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+            if request.sender is not None:
+                self._core.sender_moved(turn, request, request.sender.on_cancelled(cause))
+
+    def release(self, internal_id: str) -> None:
+        """Let go of a request: the host wants nothing more of it. A stream that nobody ended is cancelled. Idempotent."""
+        cause = Cause(Outcome.CANCELLED, "released", self._core.clock.now_ns())
+        with self._core.turn() as turn:
+            request = self._leaving(internal_id)
+            if request is None:
+                return
+            if request.receiver is not None:
+                self._release_receiver(turn, request)
+            if request.sender is not None:
+                self._core.sender_moved(turn, request, request.sender.on_released(cause))
+
+    def _leaving(self, internal_id: str) -> Request | None:
+        """The request that its host leaves; the host need not be told why it ends."""
+        request = self._core.tables.by_internal.get(internal_id)
+        if request is not None:
+            request.told = True
+        return request
+
+    def _release_receiver(self, turn: Turn, request: Request) -> None:
+        if request.receiver is not None:
+            done = Cause(Outcome.DONE, "done", self._core.clock.now_ns())
+            self._core.receiver_moved(turn, request, request.receiver.on_released(done))
+
+    def _sender(self, internal_id: str) -> tuple[Request | None, SenderHalf | None]:
+        request = self._core.tables.by_internal.get(internal_id)
+        return request, request.sender if request is not None else None
+
+    def _admit(self, turn: Turn, request: Request, moved: SenderMoved) -> Admission:
+        self._core.sender_moved(turn, request, moved)
+        if not moved.ignored:
+            return ACCEPTED
+        cause = request.sender.cause if request.sender is not None else None
+        return Admission(accepted=False, reason=f"{moved.before}: {cause or moved.ignored}")
+
+    def _over_backlog(self, turn: Turn, request: Request, half: SenderHalf) -> Admission:
+        reason = f"backlog: {self._core.backlog_bytes} of {self._core.config.backlog_bytes} bytes wait in this stage"
+        if self._core.config.backlog_policy == "fail":
+            cause = Cause(Outcome.ERROR, reason, self._core.clock.now_ns())
+            self._core.sender_moved(turn, request, half.on_host_failed(cause))
+        else:
+            self._core.paused[request.internal_id] = None
+        return Admission(accepted=False, reason=reason)
+
+    # What the scheduler says
+
+    def collect_feedback(self, timeout_s: float = 0.0) -> Feedback:
+        """Take what happened since the last collection; each entry is given once.
+
+        Args:
+            timeout_s: How long to wait for something, in seconds.
+        """
+        core = self._core
+        with core.lock:
+            if not core.feedback and timeout_s > 0:
+                core.feedback_came.wait_for(lambda: bool(core.feedback), timeout_s)
+            collected, core.feedback = core.feedback, Feedback()
+            return collected
+
+    def take(self, internal_id: str) -> Taken:
+        """Take the next frame of a request's input; its credit goes back to the sender. Never waits.
+
+        Returns:
+            A chunk, the end, the failure, "not yet" or "gone"; see `Taken`.
+        """
+        core = self._core
+        with core.turn() as turn:
+            request = core.tables.by_internal.get(internal_id)
+            half = request.receiver if request is not None else None
+            if request is None or half is None:
+                return GONE
+            if half.state is not ReceiverState.FAILED and not half.staged:
+                return GONE if half.is_final or half.state is ReceiverState.CANCELLED_CURRENT else NOT_YET
+            staged, moved = half.on_consumed()
+            core.receiver_moved(turn, request, moved)
+            if half.staged:
+                core.feedback.ready[internal_id] = None
+                core.woken(turn)
+            return _taken(staged, moved, half.cause)
+
+    # Steps
+
+    def produce_once(self) -> bool:
+        """Run one producer; see `Outbox.produce_once`."""
+        return self._outbox.produce_once()
+
+    def put_once(self) -> bool:
+        """Put one frame; see `Outbox.put_once`."""
+        return self._outbox.put_once()
+
+    def source_once(self) -> bool:
+        """Get one frame, or what the sending end says when there is none. Returns whether there was anything."""
+        if self._inbox.get_once():
+            return True
+        return self._signals(self.source, self._inbox.on_signal)
+
+    def sink_once(self) -> bool:
+        """Hear what the receiving end says. Returns whether there was anything."""
+        return self._signals(self.sink, self._outbox.on_signal)
+
+    @staticmethod
+    def _signals(connector: Connector | None, feed: Callable[[Any], None]) -> bool:
+        signals = connector.signals() if connector is not None else []
+        for signal in signals:
+            feed(signal)
+        return bool(signals)
+
+    def tick_once(self) -> int | None:
+        """Let every timer that is due go off. Returns when the next one is due, in nanoseconds of the clock."""
+        core = self._core
+        while True:
+            with core.turn() as turn:
+                key = core.timers.pop_due(core.clock.now_ns())
+                if key is None:
+                    return core.timers.next_due_ns()
+                self._go_off(turn, key)
+
+    def _go_off(self, turn: Turn, key: Any) -> None:
+        core = self._core
+        match key:
+            case ("deadline", identity):
+                request = core.tables.receiver_of(identity)
+                if request is not None and request.receiver is not None and request.receiver.waiting:
+                    reason = f"deadline_passed: no frame for {core.config.input_wait_s:g} s"
+                    cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
+                    core.receiver_moved(turn, request, request.receiver.on_deadline(cause))
+            case ("hold", identity):
+                request = core.tables.by_identity.get(identity)
+                if request is not None:
+                    self._outbox.retry(turn, request)
+            case ("unclaimed", identity):
+                cause = Cause(Outcome.ERROR, "unclaimed", core.clock.now_ns())
+                self._inbox.drop_unclaimed(turn, identity, cause)
+            case ("lost", edge):
+                (self._inbox if edge == inbox_module.EDGE else self._outbox).still_lost(turn)
+            case ("tombstones",):
+                next_ns = core.tables.expire(core.clock.now_ns())
+                if next_ns is not None:
+                    core.set_timer(turn, ("tombstones",), (next_ns - core.clock.now_ns()) / 1e9)
+            case _:
+                raise AssertionError(key)
+
+    # Cleanup
+
+    def residue(self) -> dict[str, int]:
+        """What this stage holds now, by table. All zero once every request is over and tombstones have expired."""
+        core = self._core
+        with core.lock:
+            requests = core.tables.snapshot()
+            held = {
+                "requests": len(requests),
+                "identities": len(core.tables.by_identity),
+                "lives": sum(len(lives) for lives in core.tables.lives.values()),
+                "staged": sum(len(r.receiver.staged) for r in requests if r.receiver is not None),
+                "unclaimed": len(core.tables.unclaimed),
+                "tombstones": len(core.tables.tombstones),
+                "ready": len(core.ready),
+                "puts": len(core.puts) + len(core.urgent_puts),
+                "timers": len(core.timers),
+                "backlog_bytes": core.backlog_bytes,
+                "paused": len(core.paused),
+                "state": len(core.state),
+                "feedback": sum(len(getattr(core.feedback, name)) for name in Feedback.__slots__),
+            }
+        for role, connector in ((inbox_module.EDGE, core.source), (outbox_module.EDGE, core.sink)):
+            if connector is not None:
+                held |= {f"{role}.{name}": count for name, count in connector.health().entries.items()}
+        return held
+
+    def begin_shutdown(self) -> None:
+        """Refuse new work and end every request with ``cancelled``, reason ``shutdown``. The ends still have to flush."""
+        core = self._core
+        cause = Cause(Outcome.CANCELLED, "shutdown", core.clock.now_ns())
+        with core.turn() as turn:
+            core.closing = True
+            for request in core.tables.snapshot():
+                request.told = True
+                if request.receiver is not None:
+                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+                if request.sender is not None:
+                    core.sender_moved(turn, request, request.sender.on_closed(cause))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        with self._core.lock:
+            return not self._core.tables.by_internal
+
+
+def _taken(staged: Staged | None, moved: ReceiverMoved, cause: Cause | None) -> Taken:
+    if moved.before is ReceiverState.FAILED:
+        return Taken(TakenKind.FAILED, cause=cause)
+    if staged is None:
+        return GONE
+    kind = TakenKind.END if staged.is_end else TakenKind.CHUNK
+    return Taken(kind, staged.payload, cause if staged.is_end else None, staged.segment, staged.segment_end)
