@@ -17,8 +17,8 @@ from connector_peer import (
     blob,
     data,
     failed_end,
-    greet,
     grant_all,
+    greet,
     opening,
     pattern,
 )
@@ -305,7 +305,6 @@ def test_an_end_that_is_replaced_is_met_again_and_new_frames_flow(maker: Maker, 
     for life in (1, 2):
         stays = "receiver" if leaves == "sender" else "sender"
         ends[leaves].connector.close()
-        assert ends["sender"].connector is not ends["receiver"].connector
         ends[stays].until(lambda s=stays, n=life: ends[s].seen(PeerLost) == n)
         ends[leaves] = maker.sender() if leaves == "sender" else maker.receiver()
         greet(*ends.values())
@@ -316,7 +315,8 @@ def test_an_end_that_is_replaced_is_met_again_and_new_frames_flow(maker: Maker, 
         for seq in range(3):
             ends["sender"].put(data(seq, pattern(seq, 80_000)))
         ends["receiver"].until(lambda: len(ends["receiver"].frames) == 4)
-        assert ends[stays].signals[1:] == [PeerLost(), PeerBack()] * life
+        told = [signal for signal in ends[stays].signals if isinstance(signal, PeerLost | PeerBack)]
+        assert told == [PeerBack(), *[PeerLost(), PeerBack()] * life]
 
 
 def test_what_was_put_without_a_peer_is_busy_and_told_when_it_comes(maker: Maker) -> None:
@@ -352,7 +352,9 @@ ODD_IDS = ["../../etc/passwd", "/", "a\0b", "x" * 4_000, "ünï-中文-🙂", ".
 
 
 def test_any_id_crosses_unchanged(pair: Pair) -> None:
-    identities = [Identity(odd, generation) for odd, generation in zip(ODD_IDS, (0, 2**64 - 1, 7, 8, 9, 10, 11, 12))]
+    identities = [
+        Identity(odd, generation) for odd, generation in zip(ODD_IDS, (0, 2**64 - 1, 7, 8, 9, 10, 11, 12), strict=True)
+    ]
     for identity in identities:
         assert pair.sender.connector.put(opening(identity)) == STORED
         assert pair.sender.connector.put(data(0, bytes(32_768), identity)) == STORED
@@ -460,7 +462,7 @@ def test_notices_are_never_lost_when_the_sender_does_not_read(pair: Pair) -> Non
     pair.sender.until(lambda: pair.sender.seen(Stopped) == len(identities), pair.receiver)
     stopped = [signal for signal in pair.sender.signals if isinstance(signal, Stopped)]
     assert {signal.identity: signal.cause.reason for signal in stopped} == {i: str(i.generation) for i in identities}
-    assert pair.receiver.connector.health().entries["control"] == 0
+    pair.sender.until(lambda: pair.receiver.connector.health().entries["control"] == 0, pair.receiver)
 
 
 def test_notices_without_a_peer_are_dropped(maker: Maker) -> None:

@@ -24,6 +24,7 @@ from omni_fsm.runtime import (
     Taken,
     passthrough,
 )
+from omni_fsm.state import StateView
 
 
 class AcceptAll:
@@ -165,6 +166,10 @@ class StageRunnerAdapter:
     def release(self, internal_id: str) -> None:
         """This stage is through with the request; see `StageRuntime.release`."""
         self.runtime.release(internal_id)
+
+    def state(self, internal_id: str) -> StateView | None:
+        """The request's producer state; see `StageRuntime.state`."""
+        return self.runtime.state(internal_id)
 
     def collect_feedback(self, timeout_s: float = 0.0) -> Feedback:
         """What happened since the last call; see `StageRuntime.collect_feedback`."""

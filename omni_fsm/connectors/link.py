@@ -338,7 +338,8 @@ class LinkConnector:
         self._wanted_bytes: int | None = None
         # Of the receiving end:
         self._arrival: LinkArrival | None = None
-        self._blocks_done = self._bytes_done = 0
+        self._blocks_done = self._blocks_told = 0  # loaded or discarded; acknowledged to the peer
+        self._bytes_done = 0  # since the last acknowledgement
         self._peer_arena_bytes = 0
 
     # -- what it is ------------------------------------------------------------------------------------------------
@@ -520,11 +521,10 @@ class LinkConnector:
                 self._flush_ack()
 
     def _flush_ack(self) -> None:
-        if self._bytes_done or self._control:
-            if self._bytes_done:
-                self._control.ack_upto = self._blocks_done
-                self._bytes_done = 0
-            self._flush()
+        if self._blocks_done != self._blocks_told:
+            self._control.ack_upto = self._blocks_told = self._blocks_done
+            self._bytes_done = 0
+        self._flush()
 
     def grant(self, identity: Identity, *, frames: int, nbytes: int, taken_frames: int, taken_bytes: int) -> None:
         """Tell the sender its credit for a stream, as absolute numbers. Without a peer it is dropped: see `stop`."""
@@ -779,7 +779,7 @@ class LinkConnector:
         self._ledger.clear()
         self._control.clear()
         self._blocks.clear()
-        self._acked = self._blocks_done = self._bytes_done = 0
+        self._acked = self._blocks_done = self._blocks_told = self._bytes_done = 0
         self._wants_peer = self._wants_peer or self._full or self._wanted_bytes is not None
         self._full, self._wanted_bytes = False, None
         self._limit = self._own_limit

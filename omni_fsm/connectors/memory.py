@@ -29,7 +29,7 @@ class _Session:
         default_factory=lambda: {"sending": deque(), "receiving": deque()}
     )
     left: set[_Role] = field(default_factory=set)
-    held_bytes: int = 0
+    held_bytes: list[int] = field(default_factory=lambda: [0, 0])  # by bodies up to the capacity, and by larger ones
 
 
 class MemoryBlock:
@@ -38,10 +38,10 @@ class MemoryBlock:
     place: Place = "own"
     offset = 0
 
-    def __init__(self, session: _Session, nbytes: int) -> None:
-        self._session, self._nbytes = session, nbytes
+    def __init__(self, held_bytes: list[int], kind: int, nbytes: int) -> None:
         self.buffer = receive_buffer(nbytes)
-        session.held_bytes += nbytes
+        self._held_bytes, self._kind, self._nbytes = held_bytes, kind, nbytes
+        held_bytes[kind] += nbytes
 
     def fill(self, parts: Sequence[memoryview]) -> None:
         """Copy the body."""
@@ -50,7 +50,7 @@ class MemoryBlock:
     def release(self) -> None:
         """The receiver has it, or it was never sent."""
         nbytes, self._nbytes = self._nbytes, 0
-        self._session.held_bytes -= nbytes
+        self._held_bytes[self._kind] -= nbytes
 
 
 class MemoryPacket:
@@ -81,10 +81,10 @@ class MemoryLink:
 
     inline_bytes = -1
 
-    def __init__(self, edge: "MemoryEdge", role: _Role, capacity_bytes: int) -> None:
+    def __init__(self, edge: "MemoryEdge", role: _Role, capacity_bytes: int, max_frame_bytes: int) -> None:
         self._edge, self._role, self._other = edge, role, _OTHER[role]
         self._cond = edge.cond
-        self._capacity_bytes = capacity_bytes
+        self._limits = (capacity_bytes, max_frame_bytes)
         self.session: _Session | None = None
         self._woken = self._wants_room = self._closed = False
 
@@ -96,7 +96,7 @@ class MemoryLink:
     @property
     def arena_bytes(self) -> int:
         """The capacity, at the sending end."""
-        return self._capacity_bytes if self._role == "sending" else 0
+        return self._limits[0] if self._role == "sending" else 0
 
     @property
     def unread(self) -> int:
@@ -159,14 +159,15 @@ class MemoryLink:
             return Gone.GONE if self._other in session.left else None
 
     def reserve(self, nbytes: int) -> MemoryBlock | None:
-        """A buffer within the capacity; a body larger than that gets one when nothing else is held."""
-        session = self.session
-        return MemoryBlock(session, nbytes) if session is not None and self.fits(nbytes) else None
+        """A buffer within the capacity, or for a larger body within the frame limit."""
+        if self.session is None or not self.fits(nbytes):
+            return None
+        return MemoryBlock(self.session.held_bytes, int(nbytes > self._limits[0]), nbytes)
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is room."""
-        session = self.session
-        return session is not None and (session.held_bytes == 0 or session.held_bytes + nbytes <= self._capacity_bytes)
+        kind = int(nbytes > self._limits[0])
+        return self.session is not None and self.session.held_bytes[kind] + nbytes <= self._limits[kind]
 
     def watch_room(self, *, on: bool) -> None:
         """Whether ``poll`` shall return for room."""
@@ -223,9 +224,8 @@ class MemoryEdge:
     """Where the two ends of an edge meet inside one process. An end that was closed may be replaced by a new one.
 
     Args:
-        capacity_bytes: How much may be under way to the receiving end, body bytes, before puts are busy. One body
-            larger than this passes when nothing else is held.
-        max_frame_bytes: The largest body of one frame.
+        capacity_bytes: How much may be under way to the receiving end, body bytes, before puts are busy.
+        max_frame_bytes: The largest body of one frame, and the most that bodies larger than the capacity hold together.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class MemoryEdge:
         with self.cond:
             if role in self.ends:
                 raise ConfigError("edge", str(hello.edge), f"an edge whose {role} end is not open already")
-            link = MemoryLink(self, role, self._capacity_bytes)
+            link = MemoryLink(self, role, self._capacity_bytes, self._max_frame_bytes)
             connector = LinkConnector(link, hello, sends=role == "sending", max_frame_bytes=self._max_frame_bytes)
             self.ends[role] = link
             self.cond.notify_all()

@@ -217,6 +217,9 @@ class StageCore:
     def open_life(self, turn: Turn, request: Request) -> None:
         """The request's generation becomes the owner of its external id; its queue starts to move."""
         request.view = self.state.own(Owner(request.internal_id, request.identity))
+        if request.receiver is not None and request.receiver.staged:
+            self.feedback.ready[request.internal_id] = None  # a runner that needs the state had to leave them
+            self.woken(turn)
         self.dispatch(turn, request)
 
     def dispatch(self, turn: Turn, request: Request) -> None:
@@ -289,7 +292,14 @@ class StageCore:
     def waive_credit(self, turn: Turn, identity: Identity, half: ReceiverHalf | None) -> None:
         """Later frames of this stream are discarded: they need no credit."""
         if self.source is not None:
-            turn.later(self.source.grant, identity, frames=UNLIMITED, nbytes=UNLIMITED, taken_frames=0, taken_bytes=0)
+            turn.later(
+                self.source.grant,
+                identity,
+                frames=UNLIMITED,
+                nbytes=UNLIMITED,
+                taken_frames=half.taken_frames if half is not None else 0,
+                taken_bytes=half.taken_bytes if half is not None else 0,
+            )
 
     def bury(self, turn: Turn, identity: Identity, cause: Cause, half: ReceiverHalf | None = None) -> None:
         """Leave a tombstone: later frames of this identity are discarded, a later registration is refused.
@@ -368,6 +378,7 @@ class StageCore:
             after=moved.after,
             effects=moved.effects,
             ignored=moved.ignored,
+            cause=half.cause,
             at_ns=self.clock.now_ns(),
         )
         for observer in self.observers:

@@ -141,6 +141,7 @@ class Transition:
         after: The state after.
         effects: What the runtime was told to do.
         ignored: Why nothing happened; empty for a row.
+        cause: Why the half ends, once it does: the first cause.
         at_ns: CLOCK_MONOTONIC in nanoseconds.
     """
 
@@ -154,6 +155,7 @@ class Transition:
     after: StrEnum
     effects: tuple[StrEnum, ...]
     ignored: str
+    cause: Cause | None
     at_ns: int
 
 

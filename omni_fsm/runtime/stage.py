@@ -29,7 +29,7 @@ from omni_fsm.runtime.ports import (
     passthrough,
 )
 from omni_fsm.runtime.requests import Request
-from omni_fsm.state import RawPayloads
+from omni_fsm.state import RawPayloads, StateView
 from omni_fsm.tables import receiver_table, sender_table
 
 _UNKNOWN = Admission(accepted=False, reason="not registered here, or its life is over")
@@ -289,6 +289,17 @@ class StageRuntime:
         else:
             self._core.paused[request.internal_id] = None
         return Admission(accepted=False, reason=reason)
+
+    def state(self, internal_id: str) -> StateView | None:
+        """The request's producer state, for a runner that shares it with the producer.
+
+        Returns:
+            A view fenced like a producer's. None while a predecessor still owns the external id (the request is reported as
+            ready again when it does not), and when the request is over.
+        """
+        with self._core.lock:
+            request = self._core.tables.by_internal.get(internal_id)
+            return request.view if request is not None else None
 
     # What the scheduler says
 

@@ -1,0 +1,123 @@
+"""The command line: ``omni-fsm demo`` and ``omni-fsm diagram``."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from omni_fsm.protocol.errors import OmniFsmError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The inter-stage protocol of model pipelines.")
+
+
+@app.callback()
+def callback() -> None:
+    """The inter-stage protocol of model pipelines, as explicit state machines."""
+
+
+@app.command()
+def demo(  # noqa: PLR0913 - each is a flag
+    *,
+    out: Annotated[Path, typer.Option(help="Directory of the WAV files: 0.wav and so on.")] = Path("out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    cancel: Annotated[int | None, typer.Option(help="Cancel this request at the front, in mid-stream.")] = None,
+    cancel_at: Annotated[str | None, typer.Option(help="STAGE:INDEX: that stage cancels that request.")] = None,
+    raise_at: Annotated[
+        str | None, typer.Option("--raise", help="STAGE:INDEX: its producer raises on the request's fifth chunk.")
+    ] = None,
+    kill: Annotated[str | None, typer.Option(help="Kill the process of this stage (kill -9) in mid-stream.")] = None,
+    reuse_id: Annotated[
+        bool, typer.Option("--reuse-id", help="Live a hundred cancelled lives of one id, and one more.")
+    ] = False,
+    external_id: Annotated[str | None, typer.Option("--id", help="External id of request 0: any text.")] = None,
+) -> None:
+    """Answer three questions aloud with three models in three processes, and check the sound byte by byte."""
+    from omni_fsm.demo import run as demo_run  # noqa: PLC0415 - loads torch: other commands need not
+    from omni_fsm.demo.command import order_of  # noqa: PLC0415
+
+    console = Console(stderr=as_json)
+    try:
+        order = order_of(
+            out=out,
+            cancel=cancel,
+            cancel_at=cancel_at,
+            raise_at=raise_at,
+            kill=kill,
+            reuse=reuse_id,
+            external_id=external_id,
+        )
+        report = _with_progress(console, order)
+    except OmniFsmError as error:
+        console.print(f"[red]error[/red] {error}", markup=True, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    wrong = demo_run.as_asked(order, report)
+    _show(console, report, wrong)
+    if as_json:
+        typer.echo(json.dumps(report))
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _with_progress(console: Console, order: Any) -> dict[str, Any]:
+    """Run the demo with one line of progress for each request."""
+    from omni_fsm.demo.front import Answer  # noqa: PLC0415 - as above
+    from omni_fsm.demo.run import run  # noqa: PLC0415
+    from omni_fsm.demo.wav import audio_s  # noqa: PLC0415
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        stage = progress.add_task("", total=1)
+        rows: dict[int, Any] = {}
+
+        def show(answer: Answer) -> None:
+            row = rows.setdefault(answer.index, None)
+            if row is None:
+                row = rows[answer.index] = progress.add_task("", total=1)
+            state = answer.cause.outcome if answer.cause is not None else "speaking"
+            text = f"request {answer.index}: {audio_s(answer.pcm):5.1f} s of audio, {state}"
+            progress.update(row, description=text, completed=int(answer.cause is not None))
+
+        report = run(order, show, lambda line: progress.update(stage, description=line))
+        progress.update(stage, description="done", completed=1)
+        return report
+
+
+def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
+    """The table of requests, the residue, and what went wrong."""
+    table = Table("request", "outcome", "chunks", "bytes", "audio s", "first audio s", "same PCM", "text")
+    for request in report["requests"][-10:]:
+        outcome = request["outcome"] + (f": {request['reason']}" if request["reason"] else "")
+        first = request["first_audio_s"]
+        table.add_row(
+            _cut(request["id"]),
+            _cut(outcome),
+            str(request["chunks"]),
+            str(request["bytes"]),
+            f"{request['audio_s']:.2f}",
+            f"{first:.2f}" if first is not None else "-",
+            {True: "yes", False: "NO", None: "-"}[request["pcm_identical"]],
+            request["text"].strip(),
+        )
+    console.print(table)
+    for name, residue in report["residue"].items():
+        total = "killed" if residue is None else sum(residue.values())
+        console.print(f"residue of {name}: {total}", highlight=False)
+    console.print(f"shared memory left: {report['shared_memory_left']}", highlight=False)
+    for line in wrong:
+        console.print(f"not as asked: {line}", style="red", markup=False, highlight=False)
+
+
+def _cut(text: str, chars: int = 60) -> str:
+    return text if len(text) <= chars else f"{text[:chars]}..."
+
+
+def main() -> None:
+    """Entry point of ``omni-fsm``."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

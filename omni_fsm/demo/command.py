@@ -1,0 +1,45 @@
+"""What the flags of ``omni-fsm demo`` mean."""
+
+from pathlib import Path
+
+from omni_fsm.demo.faults import Faults, parse_at
+from omni_fsm.demo.pipeline import load_pipeline
+from omni_fsm.demo.reference import MAX_NEW_TOKENS
+from omni_fsm.demo.run import REUSED_MAX_NEW_TOKENS, Order, default_questions
+from omni_fsm.protocol.errors import ConfigError
+from omni_fsm.protocol.identity import Identity
+
+
+def order_of(  # noqa: PLR0913 - one for each flag
+    *,
+    out: Path,
+    cancel: int | None,
+    cancel_at: str | None,
+    raise_at: str | None,
+    kill: str | None,
+    reuse: bool,
+    external_id: str | None,
+) -> Order:
+    """Read the flags.
+
+    Raises:
+        ConfigError: Names the flag, its value and what is accepted.
+    """
+    if external_id is not None:
+        Identity(external_id, 0)  # refused before a model is loaded
+    questions = default_questions(external_id)
+    stages = load_pipeline().stages
+    if cancel is not None and not 0 <= cancel < len(questions):
+        raise ConfigError("--cancel", cancel, f"an index from 0 to {len(questions) - 1}")
+    if kill is not None and kill not in stages:
+        raise ConfigError("--kill", kill, f"a stage: {', '.join(stages)}")
+    faults = Faults(
+        cancel=cancel,
+        cancel_at=parse_at("--cancel-at", cancel_at, stages, len(questions)),
+        raise_at=parse_at("--raise", raise_at, stages, len(questions)),
+        kill=kill,
+    )
+    asked = [name for name in ("cancel", "cancel_at", "raise_at", "kill") if getattr(faults, name) is not None]
+    if len(asked) + reuse > 1:
+        raise ConfigError("flags", ", ".join(asked), "one fault a run")
+    return Order(out, questions, faults, reuse, REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS)

@@ -1,0 +1,179 @@
+"""The front of the demo: it submits questions, gets their sound, and is a stage like any other."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_fsm.adapters import StageRunnerAdapter
+from omni_fsm.demo.faults import CANCEL_AFTER_SOUNDS, Faults
+from omni_fsm.demo.models import seed_of
+from omni_fsm.demo.pipeline import Ends
+from omni_fsm.demo.record import Record
+from omni_fsm.protocol.frames import Cause, Outcome
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.runtime import StageConfig, TakenKind
+
+WAIT_S = 0.2
+
+
+@dataclass(slots=True)
+class Answer:
+    """One life of one request, as the front sees it.
+
+    Attributes:
+        index: Its place among the questions, from 0.
+        question: The question.
+        internal_id: The front's name of it.
+        identity: External id and generation.
+        begun_s: CLOCK_MONOTONIC in seconds when it was submitted.
+        text: What the thinker said, as far as its sound has come.
+        sounds: PCM pieces, int16 mono 24 kHz, as bytes.
+        first_audio_s: Seconds from submission to the first sound; None before.
+        cause: How it ended; None while it is open.
+        terminal_latency_ms: From the happening that ended it to the front's state change.
+    """
+
+    index: int
+    question: str
+    internal_id: str
+    identity: Identity
+    begun_s: float
+    text: str = ""
+    sounds: list[bytes] = field(default_factory=list)
+    first_audio_s: float | None = None
+    cause: Cause | None = None
+    terminal_latency_ms: float | None = None
+    opened: bool = False
+
+    @property
+    def pcm(self) -> bytes:
+        """All its sound so far."""
+        return b"".join(self.sounds)
+
+
+class Front:
+    """Submits requests and collects their answers.
+
+    Args:
+        config: Settings of its runtime; a front's.
+        ends: Its ends of the edges from the last stage and to the first.
+        faults: The faults that are the front's to make.
+        progress: Called whenever an answer has changed.
+        on_sound: Called after each piece of sound; the command's own faults hang here.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        ends: Ends,
+        faults: Faults,
+        progress: Callable[[Answer], None] = lambda _answer: None,
+    ) -> None:
+        self.record = Record()
+        self.adapter = StageRunnerAdapter(config, source=ends.source, sink=ends.sink, observers=[self.record])
+        self.faults = faults
+        self.progress = progress
+        self.foreign_frames = 0
+        self.answers: dict[str, Answer] = {}
+
+    def submit(self, index: int, question: str, external_id: str, max_new_tokens: int) -> Answer:
+        """Begin a request: the prompt is one chunk, its end follows when every stage knows the request."""
+        internal_id, identity = self.adapter.open(external_id)
+        answer = Answer(index, question, internal_id, identity, time.monotonic())
+        self.answers[internal_id] = answer
+        prompt = {
+            "index": index,
+            "question": question,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed_of(question),
+            "generation": identity.generation,
+        }
+        self.adapter.submit_chunk(internal_id, prompt)
+        return answer
+
+    def cancel(self, answer: Answer, reason: str) -> None:
+        """Cancel a request at the front."""
+        cause = Cause(Outcome.CANCELLED, reason, time.monotonic_ns())
+        self.adapter.cancel(answer.internal_id, reason)
+        self._close(answer, cause)
+
+    def serve(self, wanted: Callable[[], bool]) -> None:
+        """Collect answers while ``wanted`` says so."""
+        while wanted():
+            feedback = self.adapter.collect_feedback(WAIT_S)
+            for internal_id in feedback.opened:
+                if (answer := self.answers.get(internal_id)) is not None:
+                    answer.opened = True
+                    self.adapter.end(internal_id)
+            for internal_id, cause in feedback.failed.items():
+                if (answer := self.answers.get(internal_id)) is not None:
+                    self.adapter.release(internal_id)
+                    self._close(answer, cause)
+            for internal_id in feedback.ready:
+                self._take(internal_id)
+
+    def _take(self, internal_id: str) -> None:
+        """Take all that has come for a request."""
+        while (answer := self.answers.get(internal_id)) is not None:
+            taken = self.adapter.take(internal_id)
+            if taken.kind not in (TakenKind.CHUNK, TakenKind.END):
+                return
+            if taken.payload is not None:
+                self._hear(answer, taken.payload)
+            if taken.kind is TakenKind.END and taken.cause is not None:
+                self._close(answer, taken.cause)
+            elif self.faults.cancel == answer.index and len(answer.sounds) == CANCEL_AFTER_SOUNDS:
+                self.cancel(answer, "the front cancels")
+
+    def _hear(self, answer: Answer, payload: dict[str, Any]) -> None:
+        self.foreign_frames += payload["generation"] != answer.identity.generation
+        answer.text += payload["text"]
+        if len(payload["pcm"]):
+            if answer.first_audio_s is None:
+                answer.first_audio_s = time.monotonic() - answer.begun_s
+            answer.sounds.append(payload["pcm"].tobytes())
+        self.progress(answer)
+
+    def _close(self, answer: Answer, cause: Cause) -> None:
+        """A request is over at the front."""
+        answer.cause = cause
+        life = self.record.lives.get(answer.identity)
+        if life is not None and life.arrived_ns:
+            answer.terminal_latency_ms = max(0.0, (life.arrived_ns - cause.at_ns) / 1e6)
+        del self.answers[answer.internal_id]
+        self.progress(answer)
+
+
+def serve_all(front: Front, questions: list[tuple[str, str]], max_new_tokens: int) -> list[Answer]:
+    """Submit every question (with its external id) at once and wait until all have ended."""
+    answers = [
+        front.submit(index, question, external_id, max_new_tokens)
+        for index, (question, external_id) in enumerate(questions)
+    ]
+    front.serve(lambda: any(answer.cause is None for answer in answers))
+    return answers
+
+
+def reuse_one_id(front: Front, question: str, external_id: str, lives: int, max_new_tokens: int) -> list[Answer]:
+    """Live many lives of one external id: each is cancelled at a seeded point, the last one ends.
+
+    One in ten is cancelled while it flushes (its first sound is the talker's flush), the others right after they began or
+    some time between. Each is followed at once by the next, while the stages still clean up after it.
+    """
+    chance = random.Random(lives)  # noqa: S311 - a seeded schedule, not a secret
+    answers = []
+    for life in range(lives):
+        answer = front.submit(0, question, external_id, max_new_tokens)
+        answers.append(answer)
+        if life % 10 == 9:  # noqa: PLR2004 - one in ten
+            front.serve(lambda answer=answer: not answer.sounds and answer.cause is None)  # type: ignore[misc]
+        else:
+            until = time.monotonic() + (chance.uniform(0.0, 0.9) if life % 3 else 0.0)
+            front.serve(lambda answer=answer, until=until: time.monotonic() < until and answer.cause is None)  # type: ignore[misc]
+        if answer.cause is None:
+            front.cancel(answer, f"life {life} is cancelled")
+    last = front.submit(0, question, external_id, max_new_tokens)
+    front.serve(lambda: last.cause is None)
+    return [*answers, last]

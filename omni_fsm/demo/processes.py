@@ -1,0 +1,93 @@
+"""The stages' processes, as the front sees them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_fsm.demo.faults import Faults
+from omni_fsm.demo.stage_process import Command, Plan
+from omni_fsm.protocol.errors import OmniFsmError
+
+EXIT_S = 15.0
+
+
+class StageDiedError(OmniFsmError):
+    """A stage's process ended before it was told to."""
+
+    def __init__(self, stage: str, code: int | None) -> None:
+        self.stage, self.code = stage, code
+        super().__init__(f"the process of stage {stage} ended with code {code}; what it printed stands above")
+
+
+class StageProcess:
+    """One stage's process. Started as a program of its own: nothing is inherited but the standard streams."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.stage = plan.stage
+        self.killed = False
+        command = [sys.executable, "-m", "omni_fsm.demo.stage_process"]
+        self._process = subprocess.Popen(  # noqa: S603 - our own program
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+        self._tell(msgspec.json.encode(plan))
+
+    def _tell(self, message: bytes) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.write(message.decode() + "\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The next thing it says.
+
+        Raises:
+            StageDiedError: It is gone.
+        """
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            raise StageDiedError(self.stage, self._process.wait())
+        answer: dict[str, Any] = msgspec.json.decode(line)
+        return answer
+
+    def ask(self) -> None:
+        """Ask for its report; ``answer`` brings it."""
+        self._tell(msgspec.json.encode(Command("report")))
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.killed = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """Let it exit, and make sure of it. Idempotent."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.close()  # the end of its input tells it to exit
+            except BrokenPipeError:
+                self.killed = True
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+@contextmanager
+def stage_processes(stages: list[str], directory: Path, faults: Faults) -> Iterator[dict[str, StageProcess]]:
+    """Start every stage; all have loaded their models when this yields, and all have exited when it is left."""
+    processes: dict[str, StageProcess] = {}
+    try:
+        for stage in stages:
+            processes[stage] = StageProcess(Plan(stage, str(directory), faults))
+        for process in processes.values():
+            process.answer()
+        yield processes
+    finally:
+        for process in processes.values():
+            process.close()

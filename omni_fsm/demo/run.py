@@ -1,0 +1,255 @@
+"""One run of the demo: processes, requests, faults, and the report."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omni_fsm.demo.faults import Faults
+from omni_fsm.demo.front import Answer, Front, reuse_one_id, serve_all
+from omni_fsm.demo.models import pin_threads
+from omni_fsm.demo.pipeline import Pipeline, load_pipeline
+from omni_fsm.demo.processes import StageProcess, stage_processes
+from omni_fsm.demo.reference import MAX_NEW_TOKENS, QUESTIONS, answer_aloud
+from omni_fsm.demo.stage_process import settled_residue
+from omni_fsm.demo.talker_model import AcousticNet
+from omni_fsm.demo.thinker_model import Thinker
+from omni_fsm.demo.wav import audio_s, pcm_sha256, write_wav
+from omni_fsm.protocol.frames import Outcome
+
+REUSED_LIVES = 100
+REUSED_MAX_NEW_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a run shall do.
+
+    Attributes:
+        out: Directory of the WAV files.
+        questions: The questions, with the external id of each.
+        faults: What to break.
+        reuse: Whether to live a hundred lives of the first question's id instead.
+        max_new_tokens: Bound of an answer, in tokens.
+    """
+
+    out: Path
+    questions: list[tuple[str, str]]
+    faults: Faults = field(default_factory=Faults)
+    reuse: bool = False
+    max_new_tokens: int = MAX_NEW_TOKENS
+
+
+def default_questions(external_id: str | None = None) -> list[tuple[str, str]]:
+    """The demo's questions; ``external_id`` names the first."""
+    ids = [f"request-{index}" for index in range(len(QUESTIONS))]
+    if external_id is not None:
+        ids[0] = external_id
+    return list(zip(QUESTIONS, ids, strict=True))
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of mode 0700 for the edges' sockets; gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="omni-fsm-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], None]) -> dict[str, Any]:
+    """Run the pipeline and return the report that ``omni-fsm demo --json`` prints.
+
+    Args:
+        order: What to do.
+        progress: Called whenever an answer has changed.
+        says: Called with one line at each step of the run.
+    """
+    pin_threads()
+    pipeline = load_pipeline()
+    before = _shared_memory()
+    with private_directory() as directory:
+        says("loading three models in three processes")
+        front = Front(
+            pipeline.config(pipeline.front), pipeline.connectors(pipeline.front, directory), order.faults, progress
+        )
+        with front.adapter, stage_processes(pipeline.stages, directory, order.faults) as processes:
+            says("answering")
+            answers = _serve(order, front, processes)
+            says("waiting until every table is empty")
+            reports = _reports(front, processes)
+        left = len(_shared_memory() - before) + len(list(directory.iterdir())) + _own_memfds()
+    says("answering the same questions in this one process")
+    references = _references(order, answers)
+    return _report(order, pipeline, answers, reports, references, left)
+
+
+def _serve(order: Order, front: Front, processes: dict[str, StageProcess]) -> list[Answer]:
+    if order.reuse:
+        question, external_id = order.questions[0]
+        return reuse_one_id(front, question, external_id, REUSED_LIVES, order.max_new_tokens)
+    if order.faults.kill is not None:
+        return _serve_and_kill(order, front, processes[order.faults.kill])
+    return serve_all(front, order.questions, order.max_new_tokens)
+
+
+def _serve_and_kill(order: Order, front: Front, victim: StageProcess) -> list[Answer]:
+    """Kill a stage at the first sound; the last question was submitted just before, no later stage has heard of it."""
+    early, last = order.questions[:-1], order.questions[-1]
+    answers = [
+        front.submit(index, question, external_id, order.max_new_tokens)
+        for index, (question, external_id) in enumerate(early)
+    ]
+    front.serve(lambda: not any(answer.sounds or answer.cause for answer in answers))
+    answers.append(front.submit(len(early), *last, order.max_new_tokens))
+    victim.kill()
+    front.serve(lambda: any(answer.cause is None for answer in answers))
+    return answers
+
+
+def _reports(front: Front, processes: dict[str, StageProcess]) -> dict[str, dict[str, Any] | None]:
+    """What each stage, and the front, has to tell once it is quiet; None of a killed one."""
+    for process in processes.values():
+        if not process.killed:
+            process.ask()
+    reports: dict[str, dict[str, Any] | None] = {
+        stage: None if process.killed else process.answer() for stage, process in processes.items()
+    }
+    front.adapter.collect_feedback()
+    reports["front"] = {
+        "residue": settled_residue(front.adapter.residue),
+        "lives": front.record.report(),
+        "foreign_frames": front.foreign_frames,
+    }
+    return reports
+
+
+def _references(order: Order, answers: list[Answer]) -> dict[str, bytes]:
+    """PCM of every question that was answered, from one process that runs one request after the other."""
+    questions = {answer.question for answer in answers if _outcome(answer) == Outcome.OK}
+    if not questions:
+        return {}
+    thinker, acoustic_net = Thinker(), AcousticNet()
+    return {
+        question: answer_aloud(question, order.max_new_tokens, thinker=thinker, acoustic_net=acoustic_net).pcm
+        for question in questions
+    }
+
+
+def _outcome(answer: Answer) -> str:
+    return str(answer.cause.outcome) if answer.cause is not None else "open"
+
+
+def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
+    order: Order,
+    pipeline: Pipeline,
+    answers: list[Answer],
+    reports: dict[str, dict[str, Any] | None],
+    references: dict[str, bytes],
+    left: int,
+) -> dict[str, Any]:
+    order.out.mkdir(parents=True, exist_ok=True)
+    names = [pipeline.front, *pipeline.stages]
+    requests = []
+    for place, answer in enumerate(answers):
+        write_wav(order.out / f"{place}.wav", answer.pcm)
+        requests.append(_request_report(answer, reports, references, names))
+    if order.faults.kill is not None:
+        for request in requests:
+            request["thinker_open_at_kill"] = request.pop("open_at_kill")
+    return {
+        "requests": requests,
+        "residue": {name: (report["residue"] if (report := reports[name]) else None) for name in names},
+        "foreign_frames": sum(report["foreign_frames"] for report in reports.values() if report),
+        "shared_memory_left": left,
+    }
+
+
+def _request_report(
+    answer: Answer, reports: dict[str, dict[str, Any] | None], references: dict[str, bytes], names: list[str]
+) -> dict[str, Any]:
+    lives = {
+        name: life
+        for name in names
+        if (report := reports[name]) is not None
+        for life in report["lives"]
+        if (life["external_id"], life["generation"]) == (answer.identity.external_id, answer.identity.generation)
+    }
+    is_ok = _outcome(answer) == Outcome.OK
+    return {
+        "id": answer.identity.external_id,
+        "generation": answer.identity.generation,
+        "outcome": _outcome(answer),
+        "reason": answer.cause.reason if answer.cause is not None else "",
+        "text": answer.text,
+        "chunks": len(answer.sounds),
+        "bytes": len(answer.pcm),
+        "audio_s": audio_s(answer.pcm),
+        "first_audio_s": answer.first_audio_s,
+        "pcm_sha256": pcm_sha256(answer.pcm),
+        "pcm_identical": answer.pcm == references[answer.question] if is_ok else None,
+        "terminal_latency_ms": answer.terminal_latency_ms,
+        "stages": {name: lives[name]["outcome"] for name in names if name in lives},
+        "stopped_after_ms": _stopped_after_ms(lives.get("thinker")),
+        "late_forwards": sum(life["late_forwards"] for life in lives.values()),
+        "open_at_kill": any(life["sender_lost"] or life["receiver_lost"] for life in lives.values()),
+    }
+
+
+def _stopped_after_ms(thinker: dict[str, Any] | None) -> float | None:
+    """How long after the happening the thinker's sender left active; None where it had ended by itself."""
+    if thinker is None or thinker["outcome"] == Outcome.OK or not thinker["left_ns"]:
+        return None
+    return max(0.0, float(thinker["left_ns"] - thinker["cause_ns"]) / 1e6)
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))  # noqa: PTH208, S108 - counted, never opened
+
+
+def _own_memfds() -> int:
+    """Memory regions that this process still holds: those of the others went with them."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            count += str(Path("/proc/self/fd", name).readlink()).startswith("/memfd:")
+        except FileNotFoundError:
+            continue  # the descriptor that listed the directory
+    return count
+
+
+def as_asked(order: Order, report: dict[str, Any]) -> list[str]:
+    """What did not end as the order asked; empty when all did."""
+    wrong = []
+    for place, request in enumerate(report["requests"]):
+        expected = _expected(order, place, request, len(report["requests"]))
+        if request["outcome"] not in expected:
+            wrong.append(
+                f"request {place} ended {request['outcome']} ({request['reason']}), not {' or '.join(expected)}"
+            )
+        if request["pcm_identical"] is False:
+            wrong.append(f"request {place} sounds different from the one-process run")
+    for name, residue in report["residue"].items():
+        if residue is not None and any(residue.values()):
+            wrong.append(f"{name} still holds { ({table: n for table, n in residue.items() if n}) }")
+    if report["shared_memory_left"] or report["foreign_frames"]:
+        wrong.append(f"{report['shared_memory_left']} shared memory left, {report['foreign_frames']} foreign frames")
+    return wrong
+
+
+def _expected(order: Order, place: int, request: dict[str, Any], total: int) -> tuple[str, ...]:
+    faults = order.faults
+    if order.reuse:
+        return (str(Outcome.OK if place == total - 1 else Outcome.CANCELLED),)
+    if faults.kill is not None:
+        return (str(Outcome.ERROR if request["thinker_open_at_kill"] else Outcome.OK),)
+    if place == faults.cancel or (faults.cancel_at is not None and place == faults.cancel_at.request):
+        return (str(Outcome.CANCELLED),)
+    if faults.raise_at is not None and place == faults.raise_at.request:
+        return (str(Outcome.ERROR),)
+    return (str(Outcome.OK),)

@@ -1,0 +1,297 @@
+"""The runners of the three stages: a loop around the facade, a model, and a producer with namespaced state.
+
+Each loop is the one that a real engine has: collect feedback, drop what failed, take what is ready, compute one step, submit.
+A payload carries the seed of its question's noise and the generation of its request; a consumer counts those that are not its
+own, which must never happen.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from omni_fsm.adapters import StageRunnerAdapter
+from omni_fsm.demo.faults import CANCEL_AFTER_CHUNKS, RAISE_AT_CHUNK, At, Faults
+from omni_fsm.demo.models import CHUNK_FRAMES
+from omni_fsm.demo.pipeline import Ends
+from omni_fsm.demo.record import Record
+from omni_fsm.demo.talker_model import AcousticNet, FrameCutter, Frames
+from omni_fsm.demo.text import ClauseBuffer
+from omni_fsm.demo.thinker_model import Thinker, ThinkerRequest
+from omni_fsm.demo.vocoder import Vocoder
+from omni_fsm.protocol.frames import Cause
+from omni_fsm.protocol.identity import Identity
+from omni_fsm.runtime import ProducerContext, StageConfig, TakenKind
+from omni_fsm.state import StateRetiredError, StateView
+
+IDLE_S = 0.2
+
+
+@dataclass(slots=True)
+class Local:
+    """What a runner itself keeps of a request while it works on it."""
+
+    identity: Identity
+    index: int = -1
+    seed: int = 0
+    submitted: int = 0
+    thinking: ThinkerRequest | None = None
+
+
+class StageRunner:
+    """The loop that all three stages share.
+
+    Args:
+        config: Settings of the stage's runtime.
+        ends: The stage's ends of its two edges.
+        faults: What to break.
+    """
+
+    def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
+        self.stage = config.stage
+        self.faults = faults
+        self.record = Record()
+        self.foreign_frames = 0
+        self.requests: dict[str, Local] = {}
+        self.stopping = threading.Event()
+        self.adapter = StageRunnerAdapter(
+            config, source=ends.source, sink=ends.sink, producer=self.produce_or_raise, observers=[self.record]
+        )
+
+    def run(self) -> None:
+        """Serve until `stopping` is set. Called by: the main thread of the stage's process."""
+        while not self.stopping.is_set():
+            feedback = self.adapter.collect_feedback(0.0 if self.busy else IDLE_S)
+            for internal_id, identity in feedback.registered.items():
+                self.requests[internal_id] = Local(identity)
+            for internal_id, cause in feedback.failed.items():
+                self.drop(internal_id, cause)
+            for internal_id in feedback.ready:
+                self.consume(internal_id)
+            self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to compute without waiting for anything."""
+        return False
+
+    def step(self) -> None:
+        """Compute one step of the model, if there is one to compute."""
+
+    def consume(self, internal_id: str) -> None:
+        """Take all that has come for a request."""
+        while (local := self.requests.get(internal_id)) is not None:
+            taken = self.adapter.take(internal_id)
+            match taken.kind:
+                case TakenKind.CHUNK:
+                    self._count_foreign(local, taken.payload)
+                    self.on_chunk(internal_id, local, taken.payload)
+                case TakenKind.END:
+                    if taken.payload is not None:
+                        self._count_foreign(local, taken.payload)
+                        self.on_chunk(internal_id, local, taken.payload)
+                    self.on_input_end(internal_id, local)
+                    return
+                case TakenKind.FAILED | TakenKind.NOT_YET | TakenKind.GONE:
+                    return
+
+    def _count_foreign(self, local: Local, payload: dict[str, Any]) -> None:
+        self.foreign_frames += payload["generation"] != local.identity.generation
+        local.index, local.seed = payload["index"], payload["seed"]
+
+    def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:
+        """A chunk of a request's input."""
+        raise NotImplementedError
+
+    def on_input_end(self, internal_id: str, local: Local) -> None:
+        """A request's input is complete."""
+        raise NotImplementedError
+
+    def produce(self, context: ProducerContext) -> dict[str, Any] | None:
+        """The stage's producer."""
+        raise NotImplementedError
+
+    def submit(self, internal_id: str, local: Local, output: dict[str, Any]) -> bool:
+        """Submit a chunk; a refusal means that the request is over, which the feedback will say too."""
+        output |= {"index": local.index, "seed": local.seed}
+        if not self.adapter.submit_chunk(internal_id, output).accepted:
+            return False
+        local.submitted += 1
+        if self.faults.cancel_at == At(self.stage, local.index) and local.submitted == CANCEL_AFTER_CHUNKS[self.stage]:
+            self.adapter.cancel(internal_id, f"{self.stage} cancels request {local.index}")
+            self.drop(internal_id)
+            return False
+        return True
+
+    def finish(self, internal_id: str, local: Local) -> None:
+        """End a request's output; the producer's last call gets what identifies it."""
+        self.adapter.end(internal_id, {"index": local.index, "seed": local.seed})
+        self.requests.pop(internal_id, None)
+
+    def drop(self, internal_id: str, cause: Cause | None = None) -> None:  # noqa: ARG002 - for those who want it
+        """Forget a request that ends early."""
+        self.requests.pop(internal_id, None)
+        self.adapter.release(internal_id)
+
+    def produce_or_raise(self, context: ProducerContext) -> dict[str, Any] | None:
+        """The producer, with the fault that was asked for, and the generation that consumers check."""
+        payload = self.produce(context)
+        if payload is None:
+            return None
+        index = context.output["index"]
+        if self.faults.raise_at == At(self.stage, index):
+            counted = context.state.get_or_create("demo.chunks", Counter)
+            counted.value += 1
+            if counted.value == RAISE_AT_CHUNK:
+                raise RuntimeError(f"the {self.stage} cannot go on with request {index}")
+        return {**payload, "index": index, "seed": context.output["seed"], "generation": context.identity.generation}
+
+
+@dataclass(slots=True)
+class Counter:
+    """A number in a namespace."""
+
+    value: int = 0
+
+
+class ThinkerRunner(StageRunner):
+    """Question in, text out, a token a step, one request a forward, the requests in turn."""
+
+    def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
+        super().__init__(config, ends, faults)
+        self.model = Thinker()
+
+    @property
+    def busy(self) -> bool:
+        """See `StageRunner`."""
+        return any(local.thinking is not None for local in self.requests.values())
+
+    def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:  # noqa: ARG002
+        """See `StageRunner`."""
+        self.record.forward_begun(local.identity)
+        local.thinking = self.model.start(payload["question"], payload["max_new_tokens"])
+
+    def on_input_end(self, internal_id: str, local: Local) -> None:
+        """See `StageRunner`: the end of the prompt says nothing new."""
+
+    def step(self) -> None:
+        """One token of the request whose turn it is."""
+        waiting = ((internal_id, local) for internal_id, local in self.requests.items() if local.thinking is not None)
+        internal_id, local = next(waiting, ("", None))
+        if local is None or local.thinking is None:
+            return
+        self.requests[internal_id] = self.requests.pop(internal_id)  # to the end of the line
+        self.record.forward_begun(local.identity)
+        step = self.model.step(local.thinking)
+        if step is None:
+            return
+        if self.submit(internal_id, local, {"piece": step.piece, "token_id": step.token_id}) and step.finished:
+            self.finish(internal_id, local)
+
+    def produce(self, context: ProducerContext) -> dict[str, Any] | None:
+        """A token and its text; nothing is left for the end."""
+        return None if context.is_finished else {key: context.output[key] for key in ("piece", "token_id")}
+
+
+@dataclass(slots=True)
+class Cut:
+    """The talker producer's state: frames that do not fill a chunk yet, and text that was not sent yet."""
+
+    cutter: FrameCutter = field(default_factory=FrameCutter)
+    text: str = ""
+
+
+class TalkerRunner(StageRunner):
+    """Text in, acoustic frames out: a clause is spoken as a whole, its frames leave in chunks of 25."""
+
+    def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
+        super().__init__(config, ends, faults)
+        self.model = AcousticNet()
+
+    def consume(self, internal_id: str) -> None:
+        """See `StageRunner`: clauses are state of the request, so they wait until it owns its external id."""
+        if self.adapter.state(internal_id) is not None:
+            super().consume(internal_id)
+
+    def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:
+        """See `StageRunner`."""
+        clauses = self._clauses(internal_id)
+        if clauses is None:
+            return
+        spoken = clauses.push(payload["piece"])
+        if not spoken:
+            self.submit(internal_id, local, {"text": payload["piece"], "frames": None})
+        for at, clause in enumerate(spoken):
+            self._speak(internal_id, local, clause, payload["piece"] if at == 0 else "")
+
+    def on_input_end(self, internal_id: str, local: Local) -> None:
+        """See `StageRunner`."""
+        clauses = self._clauses(internal_id)
+        for clause in clauses.flush() if clauses is not None else ():
+            self._speak(internal_id, local, clause, "")
+        if internal_id in self.requests:
+            self.finish(internal_id, local)
+
+    def _clauses(self, internal_id: str) -> ClauseBuffer | None:
+        """The request's clause buffer; None when the request is over."""
+        view: StateView | None = self.adapter.state(internal_id)
+        try:
+            return view.get_or_create("talker.clauses", ClauseBuffer) if view is not None else None
+        except StateRetiredError:  # it ended between the take and here: the feedback says so
+            return None
+
+    def _speak(self, internal_id: str, local: Local, clause: str, text: str) -> None:
+        self.record.forward_begun(local.identity)
+        frames = self.model.speak(clause)
+        for at in range(0, max(len(frames), 1), CHUNK_FRAMES):
+            piece = frames[at : at + CHUNK_FRAMES]
+            if not self.submit(internal_id, local, {"text": text if at == 0 else "", "frames": piece}):
+                return
+
+    def produce(self, context: ProducerContext) -> dict[str, Any] | None:
+        """Chunks of exactly 25 frames, whatever the clauses; the end brings the tail."""
+        cut = context.state.get_or_create("talker.cut", Cut)
+        chunk: Frames | None = None
+        if context.is_finished:
+            chunk = cut.cutter.flush()
+        else:
+            cut.text += context.output["text"]
+            frames = context.output["frames"]
+            chunks = cut.cutter.push(frames) if frames is not None else []
+            chunk = chunks[0] if chunks else None  # at most 24 held and 25 new
+        if chunk is None and not (context.is_finished and cut.text):
+            return None
+        text, cut.text = cut.text, ""
+        return {"text": text, "frames": chunk}
+
+
+class Code2WavRunner(StageRunner):
+    """Acoustic frames in, sound out: the vocoder's state is a namespace, its tail is flushed with the end."""
+
+    def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:
+        """See `StageRunner`."""
+        self.submit(internal_id, local, {"text": payload["text"], "frames": payload["frames"]})
+
+    def on_input_end(self, internal_id: str, local: Local) -> None:
+        """See `StageRunner`."""
+        if internal_id in self.requests:
+            self.finish(internal_id, local)
+
+    def produce(self, context: ProducerContext) -> dict[str, Any] | None:
+        """PCM int16 ``[samples]``, 24 kHz."""
+        self.record.forward_begun(context.identity)
+        vocoder = context.state.get_or_create("code2wav.vocoder", lambda: Vocoder(context.output["seed"]))
+        if context.is_finished:
+            return {"text": "", "pcm": vocoder.finish()}
+        frames = context.output["frames"]
+        pcm = vocoder.push(frames, last=False) if frames is not None else np.empty(0, np.int16)
+        return {"text": context.output["text"], "pcm": pcm}
+
+
+RUNNERS: dict[str, type[StageRunner]] = {
+    "thinker": ThinkerRunner,
+    "talker": TalkerRunner,
+    "code2wav": Code2WavRunner,
+}
+"""The runner of each stage of pipeline.toml."""
