@@ -11,6 +11,9 @@ from rich.table import Table
 
 from omni_fsm.protocol.errors import OmniFsmError
 
+_ROWS = 10
+"""How many requests the table shows: of a hundred lives the last ones."""
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The inter-stage protocol of model pipelines.")
 
 
@@ -87,8 +90,8 @@ def _with_progress(console: Console, order: Any) -> dict[str, Any]:
 
 def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
     """The table of requests, the residue, and what went wrong."""
-    table = Table("request", "outcome", "chunks", "bytes", "audio s", "first audio s", "same PCM", "text")
-    for request in report["requests"][-10:]:
+    table = Table("request", "outcome", "chunks", "bytes", "audio s", "first audio s", "same PCM")
+    for request in report["requests"][-_ROWS:]:
         outcome = request["outcome"] + (f": {request['reason']}" if request["reason"] else "")
         first = request["first_audio_s"]
         table.add_row(
@@ -99,9 +102,11 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
             f"{request['audio_s']:.2f}",
             f"{first:.2f}" if first is not None else "-",
             {True: "yes", False: "NO", None: "-"}[request["pcm_identical"]],
-            request["text"].strip(),
         )
     console.print(table)
+    for request in report["requests"][-_ROWS:]:
+        if request["text"].strip():
+            console.print(f"{_cut(request['id'])}: {request['text'].strip()}", markup=False, highlight=False)
     for name, residue in report["residue"].items():
         total = "killed" if residue is None else sum(residue.values())
         console.print(f"residue of {name}: {total}", highlight=False)

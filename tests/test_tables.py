@@ -170,8 +170,8 @@ FAULTS = {
     ),
     "no final state": (changed('final = ["gone"]', "final = []"), "is a dead end"),
     "row that leaves a final state": (
-        after(ROW, '["gone", "opened", "shut", []],'),
-        "event opened leaves the final state gone",
+        after(ROW, '["gone", "passed", "shut", []],'),
+        "event passed leaves the final state gone",
     ),
     # ignores and form
     "ignore without a reason": (after(IGNORE, '["passed", ["shut"], ""],'), "ignore of passed: says no reason"),

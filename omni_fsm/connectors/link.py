@@ -98,6 +98,10 @@ class Block(Protocol):
         """The room is free again: it was never sent, or the peer is done with it. Idempotent."""
 
 
+Body = tuple[memoryview, ...] | Block
+"""A body on its way: parts that go behind their header, or the block that the header names."""
+
+
 class Packet(Protocol):
     """One packet that came, with whatever came along."""
 
@@ -161,7 +165,7 @@ class Link(Protocol):
             RemoteProtocolError: It cannot be used.
         """
 
-    def send(self, packet: bytes, body: Sequence[memoryview] | Block = ()) -> Sent:
+    def send(self, packet: bytes, body: Body = ()) -> Sent:
         """Send one packet, with its inline body or with the block that its header names."""
 
     def receive(self) -> Packet | Gone | None:
@@ -377,7 +381,7 @@ class LinkConnector:
         Raises:
             ConnectorClosedError: After ``close``.
         """
-        parts: Sequence[memoryview] = () if frame.body is None else frame.body.parts
+        parts = () if frame.body is None else tuple(frame.body.parts)
         nbytes = sum(part.nbytes for part in parts)
         try:
             with self._lock:
@@ -419,7 +423,7 @@ class LinkConnector:
         return self._ledger.allows(frame, nbytes) and not self._full
 
     def _put_block(
-        self, frame: Frame, parts: Sequence[memoryview], nbytes: int, block: Block, epoch: int
+        self, frame: Frame, parts: tuple[memoryview, ...], nbytes: int, block: Block, epoch: int
     ) -> PutOutcome:
         sent = PutOutcome(PutStatus.RETRY)
         try:
@@ -436,8 +440,8 @@ class LinkConnector:
                     block.release()
         return sent
 
-    def _send_frame(self, frame: Frame, place: Place, nbytes: int, body: Sequence[memoryview] | Block) -> PutOutcome:
-        block = None if isinstance(body, Sequence) else body
+    def _send_frame(self, frame: Frame, place: Place, nbytes: int, body: Body) -> PutOutcome:
+        block = None if isinstance(body, tuple) else body
         packet = frame_packet(frame, place, nbytes, 0 if block is None else block.offset)
         sent = self._link.send(packet, body)
         if sent is Sent.DONE:

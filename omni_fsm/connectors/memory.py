@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni_fsm.connectors.arena import copy_parts
-from omni_fsm.connectors.link import DEFAULT_MAX_FRAME_BYTES, Block, Gone, LinkConnector, Packet, Ready, Sent
+from omni_fsm.connectors.link import DEFAULT_MAX_FRAME_BYTES, Body, Gone, LinkConnector, Packet, Ready, Sent
 from omni_fsm.connectors.port import Hello
 from omni_fsm.connectors.wire import FramePacket, HelloPacket, Place
 from omni_fsm.payload import receive_buffer
@@ -132,7 +132,7 @@ class MemoryLink:
     def greeted(self, packet: Packet, header: HelloPacket) -> None:
         """Nothing is shared."""
 
-    def send(self, packet: bytes, body: Sequence[memoryview] | Block = ()) -> Sent:
+    def send(self, packet: bytes, body: Body = ()) -> Sent:
         """Queue one packet for the other end."""
         with self._cond:
             session = self.session

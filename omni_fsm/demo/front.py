@@ -15,7 +15,9 @@ from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.runtime import StageConfig, TakenKind
 
-WAIT_S = 0.2
+WAIT_S = 0.05
+LIVES_A_FLUSH = 10
+BETWEEN_S = 0.6
 
 
 @dataclass(slots=True)
@@ -32,7 +34,8 @@ class Answer:
         sounds: PCM pieces, int16 mono 24 kHz, as bytes.
         first_audio_s: Seconds from submission to the first sound; None before.
         cause: How it ended; None while it is open.
-        terminal_latency_ms: From the happening that ended it to the front's state change.
+        opened: Whether every stage knows it.
+        cancel_after: How many pieces of sound it gets before the front cancels it; None: all.
     """
 
     index: int
@@ -44,8 +47,8 @@ class Answer:
     sounds: list[bytes] = field(default_factory=list)
     first_audio_s: float | None = None
     cause: Cause | None = None
-    terminal_latency_ms: float | None = None
     opened: bool = False
+    cancel_after: int | None = None
 
     @property
     def pcm(self) -> bytes:
@@ -82,6 +85,7 @@ class Front:
         """Begin a request: the prompt is one chunk, its end follows when every stage knows the request."""
         internal_id, identity = self.adapter.open(external_id)
         answer = Answer(index, question, internal_id, identity, time.monotonic())
+        answer.cancel_after = CANCEL_AFTER_SOUNDS if self.faults.cancel == index else None
         self.answers[internal_id] = answer
         prompt = {
             "index": index,
@@ -124,7 +128,7 @@ class Front:
                 self._hear(answer, taken.payload)
             if taken.kind is TakenKind.END and taken.cause is not None:
                 self._close(answer, taken.cause)
-            elif self.faults.cancel == answer.index and len(answer.sounds) == CANCEL_AFTER_SOUNDS:
+            elif len(answer.sounds) == answer.cancel_after:
                 self.cancel(answer, "the front cancels")
 
     def _hear(self, answer: Answer, payload: dict[str, Any]) -> None:
@@ -139,9 +143,6 @@ class Front:
     def _close(self, answer: Answer, cause: Cause) -> None:
         """A request is over at the front."""
         answer.cause = cause
-        life = self.record.lives.get(answer.identity)
-        if life is not None and life.arrived_ns:
-            answer.terminal_latency_ms = max(0.0, (life.arrived_ns - cause.at_ns) / 1e6)
         del self.answers[answer.internal_id]
         self.progress(answer)
 
@@ -157,23 +158,27 @@ def serve_all(front: Front, questions: list[tuple[str, str]], max_new_tokens: in
 
 
 def reuse_one_id(front: Front, question: str, external_id: str, lives: int, max_new_tokens: int) -> list[Answer]:
-    """Live many lives of one external id: each is cancelled at a seeded point, the last one ends.
+    """Live many lives of one external id: each is cancelled, the last one ends. Each is followed at once by the next.
 
-    One in ten is cancelled while it flushes (its first sound is the talker's flush), the others right after they began or
-    some time between. Each is followed at once by the next, while the stages still clean up after it.
+    The points of the cancels are seeded: as soon as it began, some time between, or, one in ten, while it flushes: so short an
+    answer is one clause, and its first sound is the talker's flush. None gets past its first sound.
     """
     chance = random.Random(lives)  # noqa: S311 - a seeded schedule, not a secret
     answers = []
     for life in range(lives):
         answer = front.submit(0, question, external_id, max_new_tokens)
+        answer.cancel_after = 1
         answers.append(answer)
-        if life % 10 == 9:  # noqa: PLR2004 - one in ten
-            front.serve(lambda answer=answer: not answer.sounds and answer.cause is None)  # type: ignore[misc]
-        else:
-            until = time.monotonic() + (chance.uniform(0.0, 0.9) if life % 3 else 0.0)
-            front.serve(lambda answer=answer, until=until: time.monotonic() < until and answer.cause is None)  # type: ignore[misc]
+        flushes = life % LIVES_A_FLUSH == LIVES_A_FLUSH - 1
+        wait_s = BETWEEN_S * LIVES_A_FLUSH if flushes else chance.choice([0.0, chance.uniform(0.0, BETWEEN_S)])
+        _serve_for(front, answer, wait_s)
         if answer.cause is None:
             front.cancel(answer, f"life {life} is cancelled")
     last = front.submit(0, question, external_id, max_new_tokens)
     front.serve(lambda: last.cause is None)
     return [*answers, last]
+
+
+def _serve_for(front: Front, answer: Answer, wait_s: float) -> None:
+    until = time.monotonic() + wait_s
+    front.serve(lambda: answer.cause is None and time.monotonic() < until)

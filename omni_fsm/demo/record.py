@@ -20,7 +20,7 @@ class Life(msgspec.Struct):
         reason: Its first cause.
         left_ns: CLOCK_MONOTONIC when its sender left active.
         left_by: The event by which it left.
-        cause_ns: When its cause arose, wherever that was.
+        cause_ns: When the cause arose by which its sender left active, wherever that was; 0 when it ended by itself.
         arrived_ns: When its receiver got an end or failed.
         sender_lost: Whether its sender was open when it lost the receiver's process.
         receiver_lost: Whether its receiver was active when it lost the sender's process.
@@ -55,8 +55,6 @@ class Record:
         if transition.ignored or transition.before is transition.after:
             return
         life = self.life(transition.identity)
-        if transition.cause is not None and not life.cause_ns:
-            life.cause_ns = transition.cause.at_ns
         if transition.machine == "sender":
             self._sender_moved(life, transition)
         elif transition.before is ReceiverState.ACTIVE:
@@ -67,6 +65,7 @@ class Record:
     def _sender_moved(life: Life, transition: Transition) -> None:
         if transition.before is SenderState.ACTIVE:
             life.left_ns, life.left_by = transition.at_ns, str(transition.event)
+            life.cause_ns = transition.cause.at_ns if transition.cause is not None else 0
         if transition.event is SenderEvent.PEER_LOST:
             life.sender_lost = True
         cause = transition.cause

@@ -193,17 +193,24 @@ def _request_report(
         "first_audio_s": answer.first_audio_s,
         "pcm_sha256": pcm_sha256(answer.pcm),
         "pcm_identical": answer.pcm == references[answer.question] if is_ok else None,
-        "terminal_latency_ms": answer.terminal_latency_ms,
-        "stages": {name: lives[name]["outcome"] for name in names if name in lives},
-        "stopped_after_ms": _stopped_after_ms(lives.get("thinker")),
+        "terminal_latency_ms": _terminal_latency_ms(answer, lives.get(names[0])),
+        "stages": {name: lives[name]["outcome"] for name in names[1:] if name in lives},
+        "stopped_after_ms": _stopped_after_ms(lives.get(names[1])),
         "late_forwards": sum(life["late_forwards"] for life in lives.values()),
         "open_at_kill": any(life["sender_lost"] or life["receiver_lost"] for life in lives.values()),
     }
 
 
+def _terminal_latency_ms(answer: Answer, front: dict[str, Any] | None) -> float | None:
+    """From the happening that ended the request, in whatever stage, to the front's state change; None if it never came."""
+    if answer.cause is None or front is None or not front["arrived_ns"]:
+        return None
+    return max(0.0, float(front["arrived_ns"] - answer.cause.at_ns) / 1e6)
+
+
 def _stopped_after_ms(thinker: dict[str, Any] | None) -> float | None:
     """How long after the happening the thinker's sender left active; None where it had ended by itself."""
-    if thinker is None or thinker["outcome"] == Outcome.OK or not thinker["left_ns"]:
+    if thinker is None or not thinker["cause_ns"]:
         return None
     return max(0.0, float(thinker["left_ns"] - thinker["cause_ns"]) / 1e6)
 

@@ -15,7 +15,7 @@ from omni_fsm.connectors.port import (
 )
 from omni_fsm.payload import decode
 from omni_fsm.protocol.errors import ConfigError, RemoteProtocolError
-from omni_fsm.protocol.frames import Cause, Frame, Outcome
+from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import ReceiverEvent
 from omni_fsm.protocol.receiver import ReceiverHalf
@@ -69,14 +69,16 @@ class Inbox:
             if half.wants_body:
                 return True
             self.core.receiver_moved(turn, request, half.on_frame(frame))
-            return False
-        tombstone = self.core.tables.tombstones.get(frame.identity)
-        if tombstone is None:
-            return True
-        if not frame.uses_credit and frame.cause is None and self.core.source is not None:
-            # It opens after its receiver left: the stop that was sent then found no sender.
-            turn.later(self.core.source.stop, frame.identity, stop_of(tombstone.cause))
-            self.core.waive_credit(turn, frame.identity, None)
+            left = half.cause
+        else:
+            tombstone = self.core.tables.tombstones.get(frame.identity)
+            if tombstone is None:
+                return True
+            left = tombstone.cause
+        if frame.kind is FrameKind.OPEN and left is not None and self.core.source is not None:
+            # It opens after its receiver left: the stop and the waiver that were sent then found no sender.
+            turn.later(self.core.source.stop, frame.identity, stop_of(left))
+            self.core.waive_credit(turn, frame.identity, half)
         return False
 
     def _fetch(
