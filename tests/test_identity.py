@@ -12,6 +12,7 @@ from omni_fsm.protocol.identity import Edge, FrameKey, Identity
 
 EDGE = Edge("thinker", "talker")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+Parts = tuple[str, str, str, int, int | str]
 PARTS = st.tuples(TEXT, TEXT, TEXT, st.integers(0, 2**64 - 1), st.integers(0, 99) | st.sampled_from(["open", "end"]))
 
 
@@ -52,7 +53,12 @@ def test_both_ends_of_the_range_are_generations(generation: int) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "field"),
-    [(("", "b"), "edge.from_stage"), (("a", ""), "edge.to_stage"), (("a", "x" * 256), "edge.to_stage"), ((1, "b"), "edge.from_stage")],
+    [
+        (("", "b"), "edge.from_stage"),
+        (("a", ""), "edge.to_stage"),
+        (("a", "x" * 256), "edge.to_stage"),
+        ((1, "b"), "edge.from_stage"),
+    ],
 )
 def test_an_edge_names_the_end_that_cannot_be_used(stages: tuple[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -60,7 +66,9 @@ def test_an_edge_names_the_end_that_cannot_be_used(stages: tuple[str, str], fiel
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("external_id", ["/", "../../etc/passwd", "a\0b", "a\nb", " ", "r7#2", "x" * 16_384, "日本", "."])
+@pytest.mark.parametrize(
+    "external_id", ["/", "../../etc/passwd", "a\0b", "a\nb", " ", "r7#2", "x" * 16_384, "日本", "."]
+)
 def test_any_other_text_is_an_external_id_and_its_key_is_64_hexadecimal_characters(external_id: str) -> None:
     text = FrameKey(EDGE, Identity(external_id, 3), 0).text
     assert re.fullmatch("[0-9a-f]{64}", text)
@@ -88,7 +96,7 @@ def test_case_72_ids_with_a_common_prefix_are_different_requests() -> None:
 @example(one=("a", "b", "r1", 1, 0), other=("a", "b", "r", 11, 0))
 @example(one=("a", "b", "r", 1, "open"), other=("a", "b", "r", 1, "end"))
 @settings(derandomize=True, deadline=None)
-def test_case_73_one_key_function_gives_different_texts_to_different_keys(one, other) -> None:
+def test_case_73_one_key_function_gives_different_texts_to_different_keys(one: Parts, other: Parts) -> None:
     assert (key(*one).text == key(*other).text) == (one == other)
     assert (key(*one) == key(*other)) == (one == other)
     assert key(*one).text == key(*one).text
@@ -108,7 +116,11 @@ R7 = Identity("r7", 2)
     ],
     ids=["open", "data", "end ok", "end error", "end cancelled"],
 )
-def test_a_failed_end_has_a_key_of_its_own_and_needs_no_credit(frame: Frame, slot: int | str, uses_credit: bool) -> None:  # noqa: FBT001
+def test_a_failed_end_has_a_key_of_its_own_and_needs_no_credit(
+    frame: Frame,
+    slot: int | str,
+    uses_credit: bool,  # noqa: FBT001
+) -> None:
     """So a burned seq is never met again, and no failure waits for a consumer."""
     assert frame.key == FrameKey(EDGE, R7, slot)
     assert frame.uses_credit is uses_credit

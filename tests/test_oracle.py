@@ -15,6 +15,7 @@ from omni_fsm.protocol.names import ReceiverEvent, SenderEvent
 from omni_fsm.protocol.table import Table, step
 from omni_fsm.tables import Spec, receiver_spec, receiver_table, sender_spec, sender_table, spec_machine, specs_dir
 
+AnyTable = Table[Any, Any, Any, Any]
 MACHINES = pytest.mark.parametrize(
     ("spec", "table", "events"),
     [(sender_spec(), sender_table(), SenderEvent), (receiver_spec(), receiver_table(), ReceiverEvent)],
@@ -43,7 +44,7 @@ def by_library(model: Any, event: str) -> str | None:
     return str(model.state)
 
 
-def by_step(table: Table[Any, Any, Any, Any], state: StrEnum, event: StrEnum) -> StrEnum | None:
+def by_step(table: AnyTable, state: StrEnum, event: StrEnum) -> StrEnum | None:
     try:
         return step(table, state, event).next
     except LocalProtocolError:
@@ -53,7 +54,9 @@ def by_step(table: Table[Any, Any, Any, Any], state: StrEnum, event: StrEnum) ->
 @MACHINES
 @given(data=st.data())
 @settings(derandomize=True, max_examples=150, deadline=None)
-def test_transitions_is_an_independent_interpreter(spec, table, events, data) -> None:
+def test_transitions_is_an_independent_interpreter(
+    spec: Spec, table: AnyTable, events: type[StrEnum], data: st.DataObject
+) -> None:
     model, state = walker(spec), table.initial
     assert model.state == state
     for event in data.draw(st.lists(st.sampled_from(list(events)), max_size=60)):
@@ -64,7 +67,7 @@ def test_transitions_is_an_independent_interpreter(spec, table, events, data) ->
 
 
 @MACHINES
-def test_both_interpreters_agree_on_every_cell(spec, table, events) -> None:
+def test_both_interpreters_agree_on_every_cell(spec: Spec, table: AnyTable, events: type[StrEnum]) -> None:
     """Walks may miss a cell; this does not."""
     model = walker(spec)
     for state, event in product(spec.states, events):
@@ -73,7 +76,7 @@ def test_both_interpreters_agree_on_every_cell(spec, table, events) -> None:
 
 
 @MACHINES
-def test_a_plain_reading_of_the_file_gives_the_same_cells(spec, table, events) -> None:
+def test_a_plain_reading_of_the_file_gives_the_same_cells(spec: Spec, table: AnyTable, events: type[StrEnum]) -> None:
     """`spec_machine` and the table share the loader's groups and wildcards; this reading shares nothing."""
     raw = tomllib.loads((specs_dir() / f"{table.machine}.toml").read_text())
 
@@ -100,7 +103,7 @@ def test_a_plain_reading_of_the_file_gives_the_same_cells(spec, table, events) -
 
 
 @MACHINES
-def test_the_compiled_columns_keep_the_order_of_the_file(spec, table, events) -> None:
+def test_the_compiled_columns_keep_the_order_of_the_file(spec: Spec, table: AnyTable, events: type[StrEnum]) -> None:
     for written in spec.rows:
         for state in spec.groups.get(written[0], [written[0]]):
             for event in spec.event_groups.get(written[1], [written[1]]):

@@ -2,13 +2,16 @@
 
 import re
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omni_fsm.protocol.errors import LocalProtocolError, SpecError
 from omni_fsm.protocol.names import ReceiverState, SenderEvent, SenderState
-from omni_fsm.protocol.table import step
+from omni_fsm.protocol.table import Table, step
 from omni_fsm.tables import (
+    Spec,
     check_spec,
     compile_table,
     read_spec,
@@ -150,7 +153,10 @@ FAULTS = {
         after(EVENT, 'kicked = "somebody kicks it"').replace(IGNORE, f'{IGNORE}\n["kicked", ["shut"], "why"],'),
         "event 'kicked' has no row",
     ),
-    "unused effect": (after('log_removal = "somebody writes it down"', 'ring = "x"'), "effect 'ring' is declared and never"),
+    "unused effect": (
+        after('log_removal = "somebody writes it down"', 'ring = "x"'),
+        "effect 'ring' is declared and never",
+    ),
     "unused bookkeeping": (after('swing = "the hinges turn"', 'creak = "x"'), "effect 'creak' is declared and never"),
     "unused group": (after(GROUP, 'early = ["shut"]'), "early"),
     "unused event group": (after('turns = ["opened", "shut_again"]', 'passes = ["passed"]'), "passes"),
@@ -194,10 +200,10 @@ def test_a_faulty_spec_is_refused_by_machine_and_fault(text: str, fault: str) ->
     assert str(refused.value) == f"spec gate: {refused.value.fault}"
 
 
-def test_an_unreadable_file_is_named_by_its_stem(tmp_path) -> None:
+def test_an_unreadable_file_is_named_by_its_stem(tmp_path: Path) -> None:
     path = tmp_path / "turnstile.toml"
     path.write_text("machine = ")
-    with pytest.raises(SpecError, match="^spec turnstile: "):
+    with pytest.raises(SpecError, match=r"^spec turnstile: "):
         read_spec(path)
 
 
@@ -234,6 +240,7 @@ def test_a_stale_enum_is_refused_with_the_way_out(enums: tuple[type[StrEnum], ..
 
 # The real tables
 
+AnyTable = Table[Any, Any, Any, Any]
 TABLES = pytest.mark.parametrize(
     ("spec", "table"),
     [(sender_spec(), sender_table()), (receiver_spec(), receiver_table())],
@@ -242,7 +249,7 @@ TABLES = pytest.mark.parametrize(
 
 
 @TABLES
-def test_a_real_spec_loads_and_says_what_every_name_means(spec, table) -> None:
+def test_a_real_spec_loads_and_says_what_every_name_means(spec: Spec, table: AnyTable) -> None:
     assert read_spec(specs_dir() / f"{table.machine}.toml") == spec
     assert table.initial == "active"
     assert table.final == {"finalized"}
@@ -251,7 +258,7 @@ def test_a_real_spec_loads_and_says_what_every_name_means(spec, table) -> None:
 
 
 @TABLES
-def test_every_blank_cell_is_refused_with_all_that_it_takes_to_find_the_fault(spec, table) -> None:
+def test_every_blank_cell_is_refused_with_all_that_it_takes_to_find_the_fault(spec: Spec, table: AnyTable) -> None:
     blanks = [(s, e) for s in spec.states for e in spec.events if (s, e) not in {(a, b) for a, b in table.cells}]
     assert blanks
     states, events = type(table.initial), type(next(iter(table.cells))[1])
@@ -268,7 +275,7 @@ def test_every_blank_cell_is_refused_with_all_that_it_takes_to_find_the_fault(sp
 
 
 @TABLES
-def test_in_the_final_state_everything_is_ignored_and_says_why(spec, table) -> None:
+def test_in_the_final_state_everything_is_ignored_and_says_why(spec: Spec, table: AnyTable) -> None:
     (final,) = table.final
     for event in spec.events:
         cell = table.cells[final, event]
@@ -279,7 +286,7 @@ def test_in_the_final_state_everything_is_ignored_and_says_why(spec, table) -> N
 
 
 @TABLES
-def test_only_release_and_retire_reach_the_final_state_and_each_such_row_has_it(spec, table) -> None:
+def test_only_release_and_retire_reach_the_final_state_and_each_such_row_has_it(spec: Spec, table: AnyTable) -> None:
     parting = "release" if table.machine == "sender" else "retire"
     for (state, _event), cell in table.cells.items():
         leaves = cell.next in table.final and state not in table.final
@@ -295,8 +302,15 @@ def test_the_blanks_of_the_sender_are_these() -> None:
     ends = ["end_given_up", "end_given_up_after_release"]
     assert blank == {
         "active": sorted(
-            [*ends, "end_producer_raised", "end_put", "end_put_after_release", "ok_end_given_up"]
-            + ["put_abandoned", "released_after_end"]
+            [
+                *ends,
+                "end_producer_raised",
+                "end_put",
+                "end_put_after_release",
+                "ok_end_given_up",
+                "put_abandoned",
+                "released_after_end",
+            ]
         ),
         "terminal_pending": sorted(
             [*ends, "chunk_submitted", "segment_end_submitted", "put_abandoned", "released_after_end"]
@@ -312,7 +326,9 @@ def test_the_message_of_a_refusal_reads_as_in_the_style_guide() -> None:
         step(sender_table(), SenderState.TERMINAL_PENDING, SenderEvent.CHUNK_SUBMITTED, "r7#2 0->1")
     lines = str(refused.value).split("\n")
     assert lines[0] == "sender r7#2 0->1: event chunk_submitted refused in state terminal_pending;"
-    assert re.fullmatch(r"  accepted: task_begun, frame_built, chunk_buffered, open_put, data_put, .*peer_lost", lines[1])
+    assert re.fullmatch(
+        r"  accepted: task_begun, frame_built, chunk_buffered, open_put, data_put, .*peer_lost", lines[1]
+    )
 
 
 def test_no_receiver_state_accepts_a_get_but_active() -> None:

@@ -87,6 +87,8 @@ class CreditLedger:
             )
         if taken_frames < account.taken_frames or taken_bytes < account.taken_bytes:
             return False
+        if account.granted:  # a waiver (unlimited credit) must not be undone by a grant that it overtook
+            frames, nbytes = max(frames, account.frames), max(nbytes, account.nbytes)
         account.frames, account.nbytes, account.granted = frames, nbytes, True
         account.taken_frames, account.taken_bytes = taken_frames, taken_bytes
         if account.waiting_bytes is None or not account.fits(account.waiting_bytes):

@@ -11,7 +11,8 @@ from typing import Any
 
 from omni_fsm.demo.faults import Faults
 from omni_fsm.demo.front import Answer, Front, reuse_one_id, serve_all
-from omni_fsm.demo.models import pin_threads
+from omni_fsm.demo.models import package_dir, pin_threads
+from omni_fsm.demo.models_convert import thinker_dir
 from omni_fsm.demo.pipeline import Pipeline, load_pipeline
 from omni_fsm.demo.processes import StageProcess, stage_processes
 from omni_fsm.demo.reference import MAX_NEW_TOKENS, QUESTIONS, answer_aloud
@@ -69,8 +70,16 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
         order: What to do.
         progress: Called whenever an answer has changed.
         says: Called with one line at each step of the run.
+
+    Raises:
+        MissingPackageError: A model's package is not installed; names the command that installs it.
+        StageDiedError: A stage's process ended by itself.
     """
     pin_threads()
+    for package in ("transformers", "hibari", "onnxruntime"):
+        package_dir(package)
+    says("preparing the thinker's weights (half a minute the first time)")
+    thinker_dir()
     pipeline = load_pipeline()
     before = _shared_memory()
     with private_directory() as directory:

@@ -62,14 +62,3 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(OmniFsmError):
     """What a peer sent cannot be accepted. The stream (or, for a broken header, the edge) fails."""
-
-
-class UnknownRequestError(OmniFsmError, KeyError):
-    """A call names an internal id that this stage has not registered, or has forgotten."""
-
-    def __init__(self, internal_id: str, known: int) -> None:
-        self.internal_id, self.known = internal_id, known
-        super().__init__(internal_id)
-
-    def __str__(self) -> str:
-        return f"request {shown(self.internal_id)} is not registered here ({self.known} are); register it first"

