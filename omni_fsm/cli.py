@@ -1,4 +1,4 @@
-"""The command line: ``omni-fsm demo`` and ``omni-fsm diagram``."""
+"""The command line: ``omni-fsm demo``."""
 
 import json
 from pathlib import Path

@@ -226,9 +226,6 @@ class _Control:
     def add_stop(self, identity: Identity, packet: bytes) -> None:
         self._stops.setdefault(identity, packet)  # the first cause is kept
 
-    def forget_credit(self, identity: Identity) -> None:
-        self._credits.pop(identity, None)
-
     def head(self) -> bytes:
         if self.ack_upto:
             return ack_packet(self.ack_upto)
@@ -550,7 +547,7 @@ class LinkConnector:
     # -- both ends -------------------------------------------------------------------------------------------------
 
     def reclaim(self, identity: Identity, *, unread: bool) -> None:  # noqa: ARG002 - see its description
-        """This life is over at this end: forget what is kept of it here. A stop that still waits goes out.
+        """This life is over at this end: forget its credit. Notices that still wait go out: the sender needs them.
 
         Args:
             identity: The stream.
@@ -558,7 +555,6 @@ class LinkConnector:
         """
         with self._lock:
             self._ledger.drop(identity)
-            self._control.forget_credit(identity)
 
     def signals(self) -> list[Signal]:
         """Signals since the last call, in order."""

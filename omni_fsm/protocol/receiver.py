@@ -113,13 +113,14 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
             return self._move(ReceiverEvent.GET_RETRIED)
         return self._end_by(ReceiverEvent.GET_GIVEN_UP, cause)
 
-    def on_frame(self, frame: Frame, payload: Any = None, nbytes: int = 0) -> ReceiverMoved:
+    def on_frame(self, frame: Frame, payload: Any = None, nbytes: int = 0, at_ns: int = 0) -> ReceiverMoved:
         """A frame of this stream came out of the connector, whatever its order or age.
 
         Args:
             frame: Its header.
             payload: Its decoded body; the half owns it until it is consumed.
             nbytes: Size of the body in bytes.
+            at_ns: CLOCK_MONOTONIC in nanoseconds, for the cause of a failure that arises here.
         """
         if frame.kind is FrameKind.OPEN:
             return self._move(ReceiverEvent.OPEN_ARRIVED)
@@ -129,7 +130,7 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
         if frame.seq < self.next_seq:
             return self._move(ReceiverEvent.FRAME_REPEATED)
         if frame.seq > self.next_seq:
-            missing = Cause(Outcome.ERROR, f"frame_ahead: seq {frame.seq} came, {self.next_seq} was expected")
+            missing = Cause(Outcome.ERROR, f"frame_ahead: seq {frame.seq} came, {self.next_seq} was expected", at_ns)
             return self._end_by(ReceiverEvent.FRAME_AHEAD, missing)
         self._given = Staged(frame.seq, frame.segment, frame.segment_end, is_end, payload, nbytes)
         try:

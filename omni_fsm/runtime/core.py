@@ -130,8 +130,7 @@ class StageCore:
             self.set_timer(turn, key, self.config.input_wait_s)
         else:
             self.timers.cancel(key)
-        if request.is_over:
-            self.tables.forget(request)
+        self._forget_if_over(request)
         return moved
 
     def _do_for_sender(self, turn: Turn, request: Request, half: SenderHalf, effect: SenderEffect) -> None:
@@ -262,10 +261,14 @@ class StageCore:
         self.feedback.output_ended[request.internal_id] = None
         self.woken(turn)
         successor = self.tables.end_life(request)
-        if request.is_over:
-            self.tables.forget(request)
+        self._forget_if_over(request)
         if successor is not None:
             self.open_life(turn, successor)
+
+    def _forget_if_over(self, request: Request) -> None:
+        if request.is_over:
+            self.tables.forget(request)
+            self.feedback_came.notify_all()  # whoever waits for the stage to be idle
 
     def _count_backlog(self, turn: Turn, request: Request, half: SenderHalf) -> None:
         self.backlog_bytes += half.queued_bytes - request.backlog
@@ -345,15 +348,20 @@ class StageCore:
 
     def report(self, turn: Turn, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
         """Tell the observers of a failure."""
-        failure = Failure(
-            what, half.table.machine, half.edge, request.internal_id, request.identity, cause, half.next_seq
+        self._report_all(
+            turn,
+            Failure(what, half.table.machine, half.edge, request.internal_id, request.identity, cause, half.next_seq),
         )
-        for observer in self.observers:
-            turn.later(observer.on_failure, failure)
 
     def report_edge(self, turn: Turn, connector: Connector | None, cause: Cause) -> None:
         """Tell the observers that an edge failed as a whole."""
-        failure = Failure("edge", "connector", connector.edge if connector else None, "", None, cause)
+        self._report_all(turn, Failure("edge", "connector", connector.edge if connector else None, "", None, cause))
+
+    def report_stage(self, turn: Turn, what: str, cause: Cause) -> None:
+        """Tell the observers that the stage failed as a whole."""
+        self._report_all(turn, Failure(what, "stage", None, "", None, cause))
+
+    def _report_all(self, turn: Turn, failure: Failure) -> None:
         for observer in self.observers:
             turn.later(observer.on_failure, failure)
 

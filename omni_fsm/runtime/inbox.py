@@ -68,7 +68,7 @@ class Inbox:
         if request is not None and half is not None:
             if half.wants_body:
                 return True
-            self.core.receiver_moved(turn, request, half.on_frame(frame))
+            self.core.receiver_moved(turn, request, half.on_frame(frame, at_ns=self.core.clock.now_ns()))
             left = half.cause
         else:
             tombstone = self.core.tables.tombstones.get(frame.identity)
@@ -118,7 +118,9 @@ class Inbox:
         if held.invalid is not None:
             self.core.receiver_moved(turn, request, half.on_frame_invalid(held.invalid))
         else:
-            self.core.receiver_moved(turn, request, half.on_frame(held.frame, held.payload, held.nbytes))
+            self.core.receiver_moved(
+                turn, request, half.on_frame(held.frame, held.payload, held.nbytes, self.core.clock.now_ns())
+            )
 
     # Requests that nobody has registered
 

@@ -161,7 +161,18 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure, reported once per request and half. ``what`` is ``failed``, ``marker_lost``, ``edge`` or ``hook_raised``."""
+    """A failure, reported once.
+
+    Attributes:
+        what: ``failed`` (a request), ``marker_lost`` (its end cannot be delivered), ``edge`` (a connector), ``hook_raised``
+            (a hook, observer or connector call), ``crashed`` (the stage).
+        machine: ``sender`` or ``receiver``; ``connector`` or ``stage`` where no request is concerned.
+        edge: The edge, if one is concerned.
+        internal_id: The host's name of the request, or empty.
+        identity: External id and generation, or None.
+        cause: Why.
+        seq: The next seq of the half, or -1.
+    """
 
     what: str
     machine: str

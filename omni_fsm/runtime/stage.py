@@ -439,11 +439,27 @@ class StageRuntime:
                 if request.sender is not None:
                     core.sender_moved(turn, request, request.sender.on_closed(cause))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is left."""
-        with self._core.lock:
-            return not self._core.tables.by_internal
+    def crash(self, error: Exception) -> None:
+        """A step raised what it never should: report it, fail every request with it, refuse new ones.
+
+        Called by: the thread whose step it was, which goes on: the ends still have to go out.
+        """
+        core = self._core
+        cause = Cause(Outcome.ERROR, f"stage {self.config.stage}: {type(error).__name__}: {error}", core.clock.now_ns())
+        with core.turn() as turn:
+            core.closing = True
+            core.report_stage(turn, "crashed", cause)
+            for request in core.tables.snapshot():
+                if request.sender is not None and not request.sender.is_final:
+                    core.sender_moved(turn, request, request.sender.on_host_failed(cause))
+                elif request.receiver is not None:
+                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is left, for ``timeout_s`` seconds at most. Returns whether none is."""
+        core = self._core
+        with core.lock:
+            return core.feedback_came.wait_for(lambda: not core.tables.by_internal, timeout_s)
 
 
 def _taken(staged: Staged | None, moved: ReceiverMoved, cause: Cause | None) -> Taken:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 
 from omni_fsm.connectors.port import Connector
@@ -25,6 +26,7 @@ class StageThreads:
         self._frames = threading.Semaphore(0)
         self._timer = threading.Condition()
         self._timer_set = False
+        self._due_ns: int | None = None
         self._stopping = False
         self._stopped = threading.Lock()
         self._workers = ThreadPoolExecutor(
@@ -41,7 +43,7 @@ class StageThreads:
             ("sink", self.runtime.sink, self.runtime.sink_once),
         ):
             if connector is not None:
-                loops.append((name, _io_loop(self, connector, step)))
+                loops.append((name, partial(self._io_loop, connector, step)))
         for name, loop in loops:
             thread = threading.Thread(target=loop, name=f"{self.runtime.config.stage}-{name}", daemon=True)
             self._threads.append(thread)
@@ -58,20 +60,11 @@ class StageThreads:
         """
         with self._stopped:
             if self._stopping:
-                return self.runtime.is_idle
+                return self.runtime.wait_idle(0.0)
             self.runtime.begin_shutdown()
-            flushed = self._flushed(self.runtime.config.shutdown_grace_s if grace_s is None else grace_s)
+            flushed = self.runtime.wait_idle(self.runtime.config.shutdown_grace_s if grace_s is None else grace_s)
             self._stop()
             return flushed
-
-    def _flushed(self, grace_s: float) -> bool:
-        until_ns = time.monotonic_ns() + int(grace_s * 1e9)
-        while not self.runtime.is_idle:
-            left_s = (until_ns - time.monotonic_ns()) / 1e9
-            if left_s <= 0:
-                return False
-            self.runtime.collect_feedback(min(left_s, 0.05))
-        return True
 
     def _stop(self) -> None:
         self._stopping = True
@@ -91,7 +84,7 @@ class StageThreads:
     def produce(self) -> None:
         """See `Wakeups`."""
         if not self._stopping:
-            self._workers.submit(self.runtime.produce_once)
+            self._workers.submit(self._guarded, self.runtime.produce_once)
 
     def put(self) -> None:
         """See `Wakeups`."""
@@ -105,35 +98,40 @@ class StageThreads:
 
     # Loops
 
+    def _guarded(self, step: Callable[[], bool]) -> bool:
+        """One step. One that raises is a bug, which must not leave every request of the stage waiting."""
+        try:
+            return step()
+        except Exception as error:  # noqa: BLE001 - becomes an event of every request
+            self.runtime.crash(error)
+            return False
+
     def _put_loop(self) -> None:
         while True:
             self._frames.acquire()
             if self._stopping:
                 return
-            self.runtime.put_once()
+            self._guarded(self.runtime.put_once)
 
     def _timer_loop(self) -> None:
         while not self._stopping:
-            due_ns = self.runtime.tick_once()
+            self._guarded(self._tick)
             with self._timer:
+                due_ns = self._due_ns
                 wait_s = None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
                 self._timer.wait_for(lambda: self._timer_set or self._stopping, wait_s)
                 self._timer_set = False
 
-    def io_step(self, connector: Connector, step: Callable[[], bool]) -> bool:
-        """Block until the edge has something, then take all of it. Returns whether to go on."""
-        connector.wait(None)
-        while not self._stopping and step():
-            pass
-        return not self._stopping
+    def _tick(self) -> bool:
+        self._due_ns = self.runtime.tick_once()
+        return True
 
-
-def _io_loop(threads: StageThreads, connector: Connector, step: Callable[[], bool]) -> Callable[[], None]:
-    def loop() -> None:
-        while threads.io_step(connector, step):
-            pass
-
-    return loop
+    def _io_loop(self, connector: Connector, step: Callable[[], bool]) -> None:
+        """Block until the edge has something, then take all of it."""
+        while not self._stopping:
+            connector.wait(None)
+            while not self._stopping and self._guarded(step):
+                pass
 
 
 def on_sigterm(threads: StageThreads, then: Callable[[], None]) -> None:

@@ -1,0 +1,412 @@
+"""A connector, a host, a producer and a clock that do what the test says, and stages that are stepped by hand.
+
+No thread and no time: every put's outcome, every arrival and every signal is decided by the test.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_fsm.connectors.port import (
+    STORED,
+    CreditReturned,
+    Health,
+    Hello,
+    PeerBack,
+    PeerLost,
+    PutOutcome,
+    PutStatus,
+    RoomReturned,
+    Signal,
+    Stopped,
+)
+from omni_fsm.payload import encode, receive_buffer
+from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
+from omni_fsm.protocol.identity import Edge, Identity
+from omni_fsm.runtime import (
+    Failure,
+    Feedback,
+    Offer,
+    Producer,
+    ProducerContext,
+    Refuse,
+    StageConfig,
+    StageRuntime,
+    Taken,
+    Transition,
+    passthrough,
+)
+
+IN = Edge("front", "thinker")
+OUT = Edge("thinker", "talker")
+R1 = Identity("r1", 1)
+R2 = Identity("r1", 2)  # the next life of the same external id
+OTHER = Identity("r2", 1)
+S = 1_000_000_000
+START_NS = 1_000 * S
+
+RETRY = PutOutcome(PutStatus.RETRY, "no link")
+RETRY_BUT_STORED = PutOutcome(PutStatus.RETRY, "no answer")
+REFUSED = PutOutcome(PutStatus.REFUSED, "too large")
+
+Planned = PutOutcome | Exception | Callable[[Frame], PutOutcome]
+
+
+class HandClock:
+    """Time moves when the test moves it."""
+
+    def __init__(self) -> None:
+        self.ns = START_NS
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def advance(self, seconds: float) -> None:
+        self.ns += round(seconds * S)
+
+
+class ScriptedArrival:
+    """A frame that has come; ``faults`` are raised by ``load``, one a call, before the body is given."""
+
+    def __init__(self, frame: Frame, body: bytes | None, faults: Iterable[Exception], during: Callable[[], None]) -> None:
+        self.frame = frame
+        self.nbytes = 0 if body is None else len(body)
+        self.loads = 0
+        self.discarded = False
+        self._body, self._faults, self._during = body, deque(faults), during
+
+    def load(self) -> memoryview | None:
+        self.loads += 1
+        self._during()
+        if self._faults:
+            raise self._faults.popleft()
+        if self._body is None:
+            return None
+        buffer = receive_buffer(len(self._body))
+        buffer[:] = self._body
+        return buffer
+
+    def discard(self) -> None:
+        self.discarded = True
+
+
+class ScriptedConnector:
+    """One end of an edge. ``plan`` holds the outcomes of the puts to come; ``default`` decides the rest."""
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self.peer: ScriptedConnector | None = None
+        self.plan: deque[Planned] = deque()
+        self.default: Planned = STORED
+        self.tried: list[Frame] = []
+        self.stored: list[Frame] = []
+        self.arrivals: deque[ScriptedArrival] = deque()
+        self.got: list[ScriptedArrival] = []
+        self.said: deque[Signal] = deque()
+        self.granted: list[tuple[Identity, int, int]] = []  # identity, frames, taken frames
+        self.stopped: list[tuple[Identity, Cause]] = []
+        self.reclaimed: list[tuple[Identity, bool]] = []
+        self.kept: set[Identity] = set()
+        self.unlocked: Callable[[], None] = lambda: None
+
+    def hello(self) -> Hello:
+        return Hello(self.edge, "digest")
+
+    # The sending end
+
+    def put(self, frame: Frame) -> PutOutcome:
+        self.unlocked()
+        self.tried.append(frame)
+        planned = self.plan.popleft() if self.plan else self.default
+        if isinstance(planned, Exception):
+            raise planned
+        outcome = planned if isinstance(planned, PutOutcome) else planned(frame)
+        if outcome == STORED or outcome is RETRY_BUT_STORED:
+            self._store(frame)
+        return outcome
+
+    def _store(self, frame: Frame) -> None:
+        self.stored.append(frame)
+        self.kept.add(frame.identity)
+        if self.peer is not None:
+            self.peer.bring(frame)
+
+    def reclaim(self, identity: Identity, *, unread: bool) -> None:
+        self.unlocked()
+        self.reclaimed.append((identity, unread))
+        self.kept.discard(identity)
+
+    # The receiving end
+
+    def get(self) -> ScriptedArrival | None:
+        self.unlocked()
+        if not self.arrivals:
+            return None
+        self.got.append(self.arrivals.popleft())
+        return self.got[-1]
+
+    def bring(
+        self, frame: Frame, faults: Iterable[Exception] = (), during: Callable[[], None] = lambda: None
+    ) -> ScriptedArrival:
+        """Let a frame arrive."""
+        body = b"".join(frame.body.parts) if frame.body is not None else None
+        arrival = ScriptedArrival(frame, body, faults, during)
+        self.arrivals.append(arrival)
+        return arrival
+
+    def grant(self, identity: Identity, *, frames: int, nbytes: int, taken_frames: int, taken_bytes: int) -> None:
+        self.unlocked()
+        self.granted.append((identity, frames, taken_frames))
+        if self.peer is not None:
+            self.peer.said.append(CreditReturned(identity))
+
+    def stop(self, identity: Identity, cause: Cause) -> None:
+        self.unlocked()
+        self.stopped.append((identity, cause))
+        if self.peer is not None:
+            self.peer.said.append(Stopped(identity, cause))
+
+    # Both
+
+    def say(self, *signals: Signal) -> None:
+        self.said.extend(signals)
+
+    def signals(self) -> list[Signal]:
+        self.unlocked()
+        said, self.said = list(self.said), deque()
+        return said
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self.arrivals or self.said)
+
+    def wake(self) -> None:
+        """Nobody waits."""
+
+    def health(self) -> Health:
+        return Health(connected=True, entries={"arrived": len(self.arrivals), "kept": len(self.kept)})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def scripted_pair(edge: Edge) -> tuple[ScriptedConnector, ScriptedConnector]:
+    """Two ends that meet: what is stored arrives, what the receiving end says is heard."""
+    sending, receiving = ScriptedConnector(edge), ScriptedConnector(edge)
+    sending.peer, receiving.peer = receiving, sending
+    return sending, receiving
+
+
+class ScriptedHost:
+    """Answers offers as the test says, and notes them."""
+
+    def __init__(self, answer: Callable[[Identity], Offer] = lambda _: Refuse()) -> None:
+        self.answer = answer
+        self.offered: list[Identity] = []
+        self.woken = 0
+
+    def stream_offered(self, identity: Identity) -> Offer:
+        self.offered.append(identity)
+        return self.answer(identity)
+
+    def feedback_ready(self) -> None:
+        self.woken += 1
+
+
+class Recorder:
+    """Keeps what observers are told."""
+
+    def __init__(self) -> None:
+        self.transitions: list[Transition] = []
+        self.failures: list[Failure] = []
+
+    def on_transition(self, transition: Transition) -> None:
+        self.transitions.append(transition)
+
+    def on_failure(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    @property
+    def reasons(self) -> list[tuple[str, str, str]]:
+        return [(failure.what, failure.internal_id, failure.cause.reason) for failure in self.failures]
+
+
+class CountingProducer:
+    """Passes outputs on and notes each call; an output that is an exception is raised, ``None`` buffers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Identity, Any]] = []
+
+    def __call__(self, context: ProducerContext) -> Any:
+        self.calls.append((context.identity, context.output))
+        if isinstance(context.output, Exception):
+            raise context.output
+        return context.output
+
+
+@dataclass(eq=False)
+class Stage:
+    """One runtime, stepped by hand."""
+
+    runtime: StageRuntime
+    clock: HandClock
+    source: Any
+    sink: Any
+    host: ScriptedHost
+    seen: Recorder
+    feedback: Feedback = field(default_factory=Feedback)
+
+    def step(self) -> bool:
+        """Each step once. Returns whether anything happened."""
+        runtime = self.runtime
+        return any([runtime.produce_once(), runtime.put_once(), runtime.source_once(), runtime.sink_once()])
+
+    def run(self) -> None:
+        """All steps until nothing is left to do."""
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("no end of steps")
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock, let timers go off, run."""
+        self.clock.advance(seconds)
+        self.runtime.tick_once()
+        self.run()
+
+    def open(self, internal_id: str, identity: Identity) -> None:
+        """Register; the sender announces itself."""
+        assert self.runtime.register(internal_id, identity).accepted
+        self.run()
+
+    def submit(self, internal_id: str, *outputs: Any) -> None:
+        for output in outputs:
+            assert self.runtime.submit_chunk(internal_id, output).accepted
+
+    def come(self, *frames: Frame) -> None:
+        """Let frames arrive, and feed them."""
+        for frame in frames:
+            self.source.bring(frame)
+        self.run()
+
+    def collect(self) -> Feedback:
+        return self.runtime.collect_feedback()
+
+    def take(self, internal_id: str) -> Taken:
+        return self.runtime.take(internal_id)
+
+    def wire(self, identity: Identity | None = None) -> list[str]:
+        """What the sink stored, in words."""
+        return [words(frame) for frame in self.sink.stored if identity in (None, frame.identity)]
+
+    def hear(self, *signals: Signal) -> None:
+        """Let the sink's peer speak, and feed it."""
+        self.sink.say(*signals)
+        self.run()
+
+    def lose_source(self, reason: str = "peer_lost") -> None:
+        self.source.say(PeerLost(reason))
+        self.run()
+
+    def find_source(self) -> None:
+        self.source.say(PeerBack())
+        self.run()
+
+    def held(self) -> dict[str, int]:
+        """Residue that is not zero."""
+        return {name: count for name, count in self.runtime.residue().items() if count}
+
+    def rest(self, seconds: float = 1_000_000.0) -> dict[str, int]:
+        """Residue that is not zero after every time-out has passed and feedback was collected."""
+        self.run()
+        self.pass_time(seconds)
+        self.pass_time(seconds)
+        self.collect()
+        return self.held()
+
+
+def make_stage(  # noqa: PLR0913 - the ports of a stage
+    *,
+    source: Any = None,
+    sink: Any = None,
+    producer: Producer = passthrough,
+    answer: Callable[[Identity], Offer] = lambda _: Refuse(),
+    clock: HandClock | None = None,
+    host: Any = None,
+    observers: Iterable[Any] = (),
+    stage: str = "thinker",
+    **settings: Any,
+) -> Stage:
+    """A stage with the ports that are given."""
+    clock = clock or HandClock()
+    host = host or ScriptedHost(answer)
+    seen = Recorder()
+    runtime = StageRuntime(
+        StageConfig(stage=stage, **settings),
+        source=source,
+        sink=sink,
+        host=host,
+        producer=producer,
+        clock=clock,
+        observers=(seen, *observers),
+    )
+    return Stage(runtime, clock, source, sink, host, seen)
+
+
+def sender_only(**options: Any) -> Stage:
+    """A stage with an output edge only."""
+    return make_stage(sink=ScriptedConnector(OUT), **options)
+
+
+def receiver_only(**options: Any) -> Stage:
+    """A stage with an input edge only."""
+    return make_stage(source=ScriptedConnector(IN), **options)
+
+
+def middle(**options: Any) -> Stage:
+    """A stage with both edges."""
+    return make_stage(source=ScriptedConnector(IN), sink=ScriptedConnector(OUT), **options)
+
+
+def front(**options: Any) -> Stage:
+    """A stage with both edges at which requests begin and end."""
+    return middle(front=True, **options)
+
+
+# Frames of the input edge
+
+
+def opening(identity: Identity = R1) -> Frame:
+    return Frame(IN, identity, FrameKind.OPEN)
+
+
+def data(seq: int, payload: Any = None, identity: Identity = R1) -> Frame:
+    return Frame(IN, identity, FrameKind.DATA, seq=seq, body=None if payload is None else encode(payload))
+
+
+def ok_end(seq: int, payload: Any = None, identity: Identity = R1) -> Frame:
+    body = None if payload is None else encode(payload)
+    return Frame(IN, identity, FrameKind.END, seq=seq, cause=Cause(Outcome.OK), body=body)
+
+
+def failed_end(reason: str = "boom", identity: Identity = R1, outcome: Outcome = Outcome.ERROR) -> Frame:
+    return Frame(IN, identity, FrameKind.END, cause=Cause(outcome, reason))
+
+
+def words(frame: Frame) -> str:
+    """One frame in words: ``open``, ``data 0``, ``end 1 ok``, ``end error(boom)``."""
+    seq = f" {frame.seq}" if frame.seq >= 0 else ""
+    cause = f" {frame.cause}" if frame.cause is not None else ""
+    return f"{frame.kind}{seq}{cause}"
+
+
+def error(reason: str = "boom") -> Cause:
+    return Cause(Outcome.ERROR, reason)
+
+
+def cancelled(reason: str = "cancelled") -> Cause:
+    return Cause(Outcome.CANCELLED, reason)
+
+
+DONE = Cause(Outcome.DONE, "done")
+ROOM = RoomReturned()
