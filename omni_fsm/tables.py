@@ -115,9 +115,13 @@ def resolved_rows(spec: Spec) -> Iterator[Row]:
         if cell in seen:
             raise SpecError(spec.machine, f"state {row.state}, event {row.event}: given twice")
         seen[cell] = row
+    wild: set[str] = set()
     for event, states, why in spec.ignore:
         if event == "*":
             members = [member for state in states for member in _members(spec, "state", state)]
+            if twice := wild.intersection(members):
+                raise SpecError(spec.machine, f"state {min(twice)}: the wildcard is given twice")
+            wild.update(members)
             for state, name in product(members, spec.events):
                 seen.setdefault((state, name), Row(state, name, state, ignored=why))
     yield from sorted(seen.values(), key=lambda r: (list(spec.states).index(r.state), list(spec.events).index(r.event)))
@@ -128,7 +132,8 @@ def _written_rows(spec: Spec) -> Iterator[Row]:
     for state_name, event_name, after, actions in spec.rows:
         for state, event in product(_members(spec, "state", state_name), _members(spec, "event", event_name)):
             target = state if after == "same" else after
-            _members(spec, "state", target)
+            if target not in spec.states:
+                raise SpecError(spec.machine, f"state {target!r} is not declared, but the next of {event} in {state}")
             yield Row(state, event, target, tuple(actions))
     for event_name, states, why in spec.ignore:
         if not why.strip():
@@ -140,7 +145,8 @@ def _written_rows(spec: Spec) -> Iterator[Row]:
 
 
 def _check_uses(spec: Spec, rows: list[Row]) -> None:
-    """Every name that is used is declared, every declared name is used."""
+    """Every name that is used is declared, every declared name is used, and no group is named like a member."""
+    _check_groups(spec)
     actions = {**spec.bookkeeping, **spec.effects}
     if both := spec.bookkeeping.keys() & spec.effects.keys():
         raise SpecError(spec.machine, f"both bookkeeping and effect: {', '.join(sorted(both))}")
@@ -157,13 +163,29 @@ def _check_uses(spec: Spec, rows: list[Row]) -> None:
             raise SpecError(spec.machine, f"event {row.event} leaves the final state {row.state}")
 
 
+def _check_groups(spec: Spec) -> None:
+    written = [(state, event) for state, event, _, _ in spec.rows]
+    written += [(state, event) for event, states, _ in spec.ignore for state in states]
+    for kind, groups, declared, used in (
+        ("state", spec.groups, spec.states, {state for state, _ in written}),
+        ("event", spec.event_groups, spec.events, {event for _, event in written}),
+    ):
+        for name in groups:
+            _members(spec, kind, name)
+            if name in declared:
+                raise SpecError(spec.machine, f"{kind} group {name!r} is named like a {kind}")
+            if name not in used:
+                raise SpecError(spec.machine, f"{kind} group {name!r} is declared and never used")
+    for name in (spec.initial, *spec.final):
+        if name not in spec.states:
+            raise SpecError(spec.machine, f"state {name!r} is not declared; declared: {', '.join(spec.states)}")
+
+
 def spec_machine(spec: Spec, rows: list[Row] | None = None) -> Machine:
     """The same machine for the ``transitions`` library: for validation, drawing, and as the tests' interpreter.
 
     Ignored cells are internal transitions. A trigger without a row raises ``MachineError``.
     """
-    for name in (spec.initial, *spec.final):
-        _members(spec, "state", name)
     return Machine(
         model=None,
         states=list(spec.states),

@@ -31,6 +31,7 @@ from omni_fsm.runtime import (
     Producer,
     ProducerContext,
     Refuse,
+    Register,
     StageConfig,
     StageRuntime,
     Taken,
@@ -69,7 +70,9 @@ class HandClock:
 class ScriptedArrival:
     """A frame that has come; ``faults`` are raised by ``load``, one a call, before the body is given."""
 
-    def __init__(self, frame: Frame, body: bytes | None, faults: Iterable[Exception], during: Callable[[], None]) -> None:
+    def __init__(
+        self, frame: Frame, body: bytes | None, faults: Iterable[Exception], during: Callable[[], None]
+    ) -> None:
         self.frame = frame
         self.nbytes = 0 if body is None else len(body)
         self.loads = 0
@@ -410,3 +413,125 @@ def cancelled(reason: str = "cancelled") -> Cause:
 
 DONE = Cause(Outcome.DONE, "done")
 ROOM = RoomReturned()
+
+
+# Three stages in a ring, in one thread
+
+F_EDGE, T_EDGE, K_EDGE = Edge("front", "thinker"), Edge("thinker", "talker"), Edge("talker", "front")
+
+
+class Ring:
+    """Front, thinker and talker, joined by three edges; the hosts of the last two pass on what they take.
+
+    ``pairs`` makes the ends of an edge: scripted ones, or real ones.
+    """
+
+    def __init__(self, pairs: Callable[[Edge], tuple[Any, Any]] = scripted_pair, **settings: Any) -> None:
+        self.clock = HandClock()
+        ends = [pairs(edge) for edge in (F_EDGE, T_EDGE, K_EDGE)]
+        self.sinks = [sending for sending, _ in ends]
+        self.stages = [
+            make_stage(
+                stage=name,
+                source=ends[n - 1][1],
+                sink=ends[n][0],
+                producer=CountingProducer(),
+                clock=self.clock,
+                host=AcceptingHost(name),
+                front=n == 0,
+                **settings,
+            )
+            for n, name in enumerate(("front", "thinker", "talker"))
+        ]
+        self.front = self.stages[0]
+        self.names: list[dict[Identity, str]] = [{}, {}, {}]
+        self.sent: dict[str, list[Any]] = {}
+        self.got: dict[str, list[Any]] = {}
+        self.opened: set[str] = set()
+        self.ended: dict[str, str] = {}  # how each request ended at the front
+        self.closed: set[str] = set()  # names that their own host has ended: it submits nothing more
+
+    def open(self, identity: Identity) -> None:
+        internal_id = f"front-{identity.external_id}-{identity.generation}"
+        assert self.front.runtime.register(internal_id, identity).accepted
+        self.names[0][identity] = internal_id
+        self.sent[internal_id], self.got[internal_id] = [], []
+
+    def submit(self, identity: Identity, item: Any) -> None:
+        internal_id = self.names[0][identity]
+        if self.front.runtime.submit_chunk(internal_id, item).accepted:
+            self.sent[internal_id].append(item)
+
+    def leave(self, identity: Identity) -> None:
+        """The front cancels, which ends the request there."""
+        self.front.runtime.cancel(self.names[0][identity])
+        self.ended.setdefault(self.names[0][identity], "cancelled here")
+
+    def work(self, n: int) -> bool:
+        """One cycle of a stage's host. Returns whether there was anything."""
+        told = self.stages[n].runtime.collect_feedback()
+        for internal_id, identity in told.registered.items():
+            self.names[n][identity] = internal_id
+        if n == 0:
+            self.opened |= told.opened.keys()
+        for internal_id in told.ready:
+            while (taken := self.stages[n].take(internal_id)).kind in ("chunk", "end"):
+                self._consume(n, internal_id, taken)
+        for internal_id, cause in told.failed.items():
+            if n == 0:
+                self.ended.setdefault(internal_id, str(cause))
+            self.stages[n].runtime.release(internal_id)
+        return bool(told)
+
+    def _consume(self, n: int, internal_id: str, taken: Taken) -> None:
+        runtime = self.stages[n].runtime
+        if n == 0:
+            if taken.kind == "end":
+                self.ended.setdefault(internal_id, "ok")
+                runtime.release(internal_id)
+            else:
+                self.got[internal_id].append(taken.payload)
+        elif taken.kind == "end":
+            self.closed.add(internal_id)
+            runtime.end(internal_id, taken.payload)
+        else:
+            runtime.submit_chunk(internal_id, taken.payload)
+
+    def end(self, internal_id: str) -> None:
+        if internal_id in self.opened:
+            self.closed.add(internal_id)
+            self.front.runtime.end(internal_id)
+
+    def settle(self) -> None:
+        """Step every stage and host until nothing happens."""
+        for _ in range(10_000):
+            stepped = [stage.step() for stage in self.stages]
+            worked = [self.work(n) for n in range(3)]
+            if not any(stepped + worked):
+                return
+        raise AssertionError("the ring never settles")
+
+    def drain(self, rounds: int = 40) -> None:
+        """No more faults: room everywhere, time passes, the front ends what is open."""
+        for _ in range(rounds):
+            for sink in self.sinks:
+                if isinstance(sink, ScriptedConnector):
+                    sink.plan.clear()
+                    sink.say(ROOM)
+            for internal_id in self.sent:
+                self.end(internal_id)
+            self.settle()
+            self.clock.advance(5.0)
+            for stage in self.stages:
+                stage.runtime.tick_once()
+            self.settle()
+
+    def held(self) -> list[dict[str, int]]:
+        return [stage.held() for stage in self.stages]
+
+
+class AcceptingHost(ScriptedHost):
+    """Registers every offer under a name of its own."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(lambda identity: Register(f"{stage}-{identity.external_id}-{identity.generation}"))

@@ -302,7 +302,7 @@ def test_a_failed_receiver_gives_the_failure_and_no_data() -> None:
     for _ in range(2):
         frame, moved = half.on_consumed()
         assert frame is None
-        assert told(moved) == ("consumed", "failed", [])
+        assert told(moved) == ("failure_consumed", "failed", [])
     assert str(half.cause) == "error(oom)"
 
 
@@ -443,7 +443,7 @@ def test_a_receiver_that_leaves_ignores_all_but_the_return_of_its_get(happening:
 
 @pytest.mark.parametrize("happening", [*NOTICES.values(), *FRAMES.values()], ids=[*NOTICES, *FRAMES])
 @pytest.mark.parametrize("situation", [failed, failed_in_get])
-def test_a_failed_receiver_keeps_its_first_cause(situation: Situation, happening: Happening) -> None:
+def test_case_77_a_failed_receiver_keeps_its_first_cause(situation: Situation, happening: Happening) -> None:
     half = situation()
     before, cause = half.copy(), half.cause
     assert "the first cause is kept" in refusal(happening(half))

@@ -259,6 +259,15 @@ def test_the_end_queues_behind_the_chunks_and_carries_the_last_output() -> None:
     assert (frame.cause, frame.cause.at_ns) == (Cause(Outcome.OK), 3)
 
 
+def test_case_02_an_empty_result_is_still_a_result() -> None:
+    """A producer with nothing to flush returns nothing: the end goes out at once, without a body."""
+    half = opened()
+    half.submit_end(at_ns=1)
+    half.on_task_begun()
+    assert told(half.on_produced(None)) == ("frame_built", "terminal_pending", [])
+    assert (frame_of(half).seq, frame_of(half).body, str(frame_of(half).cause)) == (0, None, "ok")
+
+
 def test_frames_carry_edge_identity_and_contiguous_seqs() -> None:
     half = opened("a", "b", end=True)
     frames = [put(half), put(half), put(half)]
@@ -553,6 +562,36 @@ def test_an_end_in_flight_decides_when_another_cause_comes() -> None:
     assert told(half.on_stored()) == ("end_put", "failed", [])
     assert (half.in_flight, queue(half), half.marker_settled) == (None, [], True)
     assert told(half.on_released(cancel())) == ("released_after_end", "finalized", ["release", "reclaim_unread"])
+
+
+@pytest.mark.parametrize(
+    "fail", [lambda half: half.on_upstream_failed(error("oom")), lambda half: half.on_host_failed(error("oom"))]
+)
+def test_an_ok_end_whose_put_reported_failure_decides_between_its_attempts_too(
+    fail: Callable[[SenderHalf], SenderMoved],
+) -> None:
+    """It may have been stored: a second end goes out only after the first was given up (property 1)."""
+    half = opened(end=True)
+    build(half)
+    fail_put(half)
+    fail(half)
+    assert (half.state, queue(half)) == ("failed", ["end ok"])
+    build(half)
+    give_up(half)
+    assert queue(half) == ["end error(oom)"]
+
+
+@pytest.mark.parametrize("back", [None, defer_put])
+def test_an_ok_end_that_was_never_tried_or_only_found_busy_becomes_an_end_error(
+    back: Callable[[SenderHalf], SenderMoved] | None,
+) -> None:
+    """It cannot have been stored."""
+    half = opened(end=True)
+    if back is not None:
+        build(half)
+        back(half)
+    half.on_upstream_failed(error("oom"))
+    assert (half.state, queue(half), half.in_flight) == ("failed", ["end error(oom)"], None)
 
 
 def test_an_end_that_its_producer_still_makes_decides_too() -> None:
@@ -961,7 +1000,7 @@ def let_go_after_failure() -> SenderHalf:
 
 @pytest.mark.parametrize("happening", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("situation", [finalized, lost_in_the_middle, let_go_after_failure])
-def test_whatever_comes_late_changes_nothing(situation: Situation, happening: Happening) -> None:
+def test_case_40_whatever_comes_late_changes_nothing(situation: Situation, happening: Happening) -> None:
     half = situation()
     before, cause = half.copy(), half.cause
     assert refusal(happening(half)) == "a late completion or notice changes nothing"

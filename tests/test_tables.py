@@ -258,7 +258,9 @@ def test_a_real_spec_loads_and_says_what_every_name_means(spec: Spec, table: Any
 
 
 @TABLES
-def test_every_blank_cell_is_refused_with_all_that_it_takes_to_find_the_fault(spec: Spec, table: AnyTable) -> None:
+def test_case_78_every_blank_cell_is_refused_with_all_that_it_takes_to_find_the_fault(
+    spec: Spec, table: AnyTable
+) -> None:
     blanks = [(s, e) for s in spec.states for e in spec.events if (s, e) not in {(a, b) for a, b in table.cells}]
     assert blanks
     states, events = type(table.initial), type(next(iter(table.cells))[1])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from omni_fsm.protocol.errors import LocalProtocolError
 from omni_fsm.protocol.identity import Edge, Identity
 from omni_fsm.protocol.table import Table, step
 
@@ -74,6 +75,17 @@ class Half(Generic[State, Event, Bookkeeping, Effect]):
         for task in cell.bookkeeping:
             self._DO[task](self)
         return Moved(event, before, cell.next, cell.effects, cell.ignored)
+
+    def _misused(self, event: Event, detail: str) -> LocalProtocolError:
+        """The refusal of a happening that the counters say cannot have happened."""
+        return LocalProtocolError(
+            machine=self.table.machine,
+            stream=self.stream,
+            event=event,
+            state=self.state,
+            accepted=self.table.accepted(self.state),
+            detail=detail,
+        )
 
     def key(self) -> Hashable:
         """The value of this half: all that decides how it behaves from here on."""

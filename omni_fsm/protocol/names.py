@@ -187,10 +187,12 @@ class ReceiverEvent(StrEnum):
     UNCLAIMED = "unclaimed"
     #: the sender's process is gone, and all that it had sent was read
     PEER_LOST = "peer_lost"
-    #: the scheduler takes what is staged first; in failed it is given the failure
+    #: the scheduler takes what is staged first
     CONSUMED = "consumed"
     #: the scheduler takes the end
     END_CONSUMED = "end_consumed"
+    #: the scheduler takes while nothing is staged: it is given the failure
+    FAILURE_CONSUMED = "failure_consumed"
     #: the runner cancels, or this stage's own sender failed or was stopped
     CANCELLED = "cancelled"
     #: as cancelled, while a get is in flight

@@ -122,23 +122,29 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
             nbytes: Size of the body in bytes.
             at_ns: CLOCK_MONOTONIC in nanoseconds, for the cause of a failure that arises here.
         """
-        if frame.kind is FrameKind.OPEN:
-            return self._move(ReceiverEvent.OPEN_ARRIVED)
-        is_end = frame.kind is FrameKind.END
-        if is_end and frame.cause is not None and frame.cause.outcome is not Outcome.OK:
-            return self._end_by(ReceiverEvent.FAILED_END_ARRIVED, frame.cause)  # a burned seq may be missing before it
-        if frame.seq < self.next_seq:
-            return self._move(ReceiverEvent.FRAME_REPEATED)
-        if frame.seq > self.next_seq:
-            missing = Cause(Outcome.ERROR, f"frame_ahead: seq {frame.seq} came, {self.next_seq} was expected", at_ns)
-            return self._end_by(ReceiverEvent.FRAME_AHEAD, missing)
-        self._given = Staged(frame.seq, frame.segment, frame.segment_end, is_end, payload, nbytes)
+        event, cause = self._classify(frame, at_ns)
+        self._given = Staged(frame.seq, frame.segment, frame.segment_end, frame.kind is FrameKind.END, payload, nbytes)
         try:
-            if is_end and frame.cause is not None:
-                return self._end_by(ReceiverEvent.OK_END_ARRIVED, frame.cause)
-            return self._move(ReceiverEvent.DATA_ARRIVED)
+            return self._move(event) if cause is None else self._end_by(event, cause)
         finally:
             self._given = None
+
+    def _classify(self, frame: Frame, at_ns: int) -> tuple[ReceiverEvent, Cause | None]:
+        """The event that a frame is, and the cause that it brings if it ends the stream."""
+        if frame.kind is FrameKind.OPEN:
+            return ReceiverEvent.OPEN_ARRIVED, None
+        ended = frame.cause if frame.kind is FrameKind.END else None
+        if frame.kind is FrameKind.END and (ended is None or ended.outcome is Outcome.DONE):
+            invalid = Cause(Outcome.ERROR, f"frame_invalid: an end with outcome {ended}", at_ns)
+            return ReceiverEvent.FRAME_INVALID, invalid
+        if ended is not None and ended.outcome is not Outcome.OK:
+            return ReceiverEvent.FAILED_END_ARRIVED, ended  # whatever its seq: a burned one may be missing before it
+        if frame.seq < self.next_seq:
+            return ReceiverEvent.FRAME_REPEATED, None
+        if frame.seq > self.next_seq:
+            ahead = f"frame_ahead: seq {frame.seq} came, {self.next_seq} was expected"
+            return ReceiverEvent.FRAME_AHEAD, Cause(Outcome.ERROR, ahead, at_ns)
+        return (ReceiverEvent.DATA_ARRIVED if ended is None else ReceiverEvent.OK_END_ARRIVED), ended
 
     def on_frame_invalid(self, cause: Cause) -> ReceiverMoved:
         """A frame of this stream cannot be accepted: its body or header is not what it says."""
@@ -165,15 +171,18 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
     # What the scheduler and the runner say
 
     def on_consumed(self) -> tuple[Staged | None, ReceiverMoved]:
-        """The scheduler takes what is staged first; nothing is given after a failure or a cancel.
+        """The scheduler takes what is staged first; in failed nothing is, and it is given the failure.
 
         Returns:
-            The frame, and the transition. Only called while something is staged, or in failed or later.
+            The frame, or None, and the transition.
+
+        Raises:
+            LocalProtocolError: Nothing is staged, and nothing failed.
         """
-        head = self.staged[0] if self.staged else None
-        is_end = head is not None and head.is_end
-        moved = self._move(ReceiverEvent.END_CONSUMED if is_end else ReceiverEvent.CONSUMED)
-        return head, moved
+        if not self.staged:
+            return None, self._move(ReceiverEvent.FAILURE_CONSUMED)
+        head = self.staged[0]
+        return head, self._move(ReceiverEvent.END_CONSUMED if head.is_end else ReceiverEvent.CONSUMED)
 
     def on_cancelled(self, cause: Cause) -> ReceiverMoved:
         """The runner cancels, or the stage's own sender failed or was stopped."""

@@ -194,7 +194,15 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         return bool(self.queue) and self.in_flight is None
 
     def on_task_begun(self) -> SenderMoved:
-        """A worker takes the head; if it needs no producer its frame is built at once."""
+        """A worker takes the head; if it needs no producer its frame is built at once.
+
+        Raises:
+            LocalProtocolError: A task is in flight already, or none is queued.
+        """
+        if not self.ready and not self.is_final:
+            raise self._misused(
+                SenderEvent.TASK_BEGUN, "a task is in flight" if self.in_flight else "the queue is empty"
+            )
         moved = self._move(SenderEvent.TASK_BEGUN)
         task = self.in_flight
         if task is not None and task.frame is None and not task.runs_producer:
@@ -203,9 +211,9 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     def on_produced(self, body: Body | None) -> SenderMoved:
         """The producer returned; without a body only an end and a segment's end make a frame."""
-        task = self.in_flight
-        if task is None:  # finalized meanwhile: a late completion
-            return self._move(SenderEvent.CHUNK_BUFFERED)
+        task = self._flying(SenderEvent.FRAME_BUILT, built=False)
+        if task is None:
+            return self._move(SenderEvent.FRAME_BUILT)
         if body is None and task.kind is TaskKind.CHUNK:
             return self._move(SenderEvent.CHUNK_BUFFERED)
         built = replace(task, frame=self._frame_of(task, body), item=None, nbytes=body.nbytes if body else 0)
@@ -213,13 +221,13 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     def on_producer_raised(self, cause: Cause) -> SenderMoved:
         """The producer raised; ``cause`` carries its own words."""
-        task = self.in_flight
+        task = self._flying(SenderEvent.PRODUCER_RAISED, built=False)
         is_end = task is not None and task.kind is TaskKind.END
         return self._end_by(SenderEvent.END_PRODUCER_RAISED if is_end else SenderEvent.PRODUCER_RAISED, cause)
 
     def on_stored(self) -> SenderMoved:
         """The connector stored the frame in flight."""
-        task = self.in_flight
+        task = self._flying(SenderEvent.DATA_PUT)
         if task is None:
             return self._move(SenderEvent.DATA_PUT)
         match task.kind:
@@ -238,12 +246,12 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         Args:
             frame: The same frame, its body in memory of its own: it waits while the producer reuses its buffers.
         """
-        self._keep_waiting(frame)
+        self._keep_waiting(SenderEvent.PUT_DEFERRED, frame)
         return self._move(SenderEvent.PUT_ABANDONED if self._is_moot() else SenderEvent.PUT_DEFERRED)
 
     def on_put_failed(self, cause: Cause, frame: Frame) -> SenderMoved:
         """A put failed for now, or raised: back to the head, until the budget is used up. See `on_busy`."""
-        self._keep_waiting(frame)
+        self._keep_waiting(SenderEvent.PUT_RETRIED, frame)
         if self._is_moot():
             return self._move(SenderEvent.PUT_ABANDONED)
         if self.in_flight is not None and self.in_flight.attempts >= self.retries:
@@ -252,7 +260,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     def on_given_up(self, cause: Cause) -> SenderMoved:
         """The frame in flight will not be put: budget used up, refused, or busy for too long."""
-        task = self.in_flight
+        task = self._flying(SenderEvent.DATA_GIVEN_UP)
         if task is None or task.kind is not TaskKind.END:
             return self._end_by(SenderEvent.DATA_GIVEN_UP, cause)
         if task.is_ok_end:
@@ -262,9 +270,25 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     # Classifying
 
-    def _keep_waiting(self, frame: Frame) -> None:
-        if self.in_flight is not None:
-            self.in_flight = replace(self.in_flight, frame=frame)
+    def _flying(self, event: SenderEvent, *, built: bool = True) -> SendTask | None:
+        """The task that a completion is about; None in finalized, where a late completion changes nothing.
+
+        Raises:
+            LocalProtocolError: No task is in flight, or its frame is (not yet) built.
+        """
+        task = self.in_flight
+        if self.is_final:
+            return None
+        if task is None:
+            raise self._misused(event, "no task is in flight")
+        if built is not (task.frame is not None):
+            raise self._misused(event, "its frame is not built" if built else "its frame is built already")
+        return task
+
+    def _keep_waiting(self, event: SenderEvent, frame: Frame) -> None:
+        task = self._flying(event)
+        if task is not None:
+            self.in_flight = replace(task, frame=frame)
 
     def _leave(self, event: SenderEvent, cause: Cause) -> SenderMoved:
         return self._end_by(SenderEvent.RELEASED_AFTER_END if self.marker_settled else event, cause)
@@ -316,8 +340,9 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         self._queue_end(outcome)
 
     def _queue_end_error(self) -> None:
-        if self.in_flight is not None and self.in_flight.kind is TaskKind.END:
-            return
+        ends = [task for task in (self.in_flight, *self.queue) if task is not None and task.kind is TaskKind.END]
+        if any(end is self.in_flight or end.attempts for end in ends):
+            return  # it may have been stored: that end decides, until it is given up
         self._replace_end(Outcome.ERROR)
 
     def _empty_end(self, outcome: Outcome) -> None:

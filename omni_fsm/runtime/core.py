@@ -329,6 +329,11 @@ class StageCore:
         if before_ns is None or due_ns < before_ns:
             turn.later(self.wakeups.tick)
 
+    def await_peer(self, turn: Turn, edge: str) -> None:
+        """Give a lost peer ``reconnect_s`` to come back, if anybody waits for it."""
+        if edge in self.lost and self.tables.by_internal and ("lost", edge) not in self.timers:
+            self.set_timer(turn, ("lost", edge), self.config.reconnect_s)
+
     # Telling
 
     def tell_host(self, turn: Turn, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:

@@ -196,12 +196,12 @@ class Inbox:
         core = self.core
         cause = self._cause(reason)
         core.lost[EDGE] = cause
-        core.set_timer(turn, ("lost", EDGE), core.config.reconnect_s)
         for waiting in core.tables.unclaimed.values():
             waiting.orphaned = True
         for request in core.tables.snapshot():
             if request.receiver is not None and request.receiver.opened:
                 core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
+        core.await_peer(turn, EDGE)
 
     def still_lost(self, turn: Turn) -> None:
         """The peer did not come back in time: whoever waits on this edge fails."""

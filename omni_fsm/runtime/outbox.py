@@ -220,10 +220,10 @@ class Outbox:
         core = self.core
         cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
         core.lost[EDGE] = cause
-        core.set_timer(turn, ("lost", EDGE), core.config.reconnect_s)
         for request in core.tables.snapshot():
             if request.sender is not None and request.sender.announced:
                 core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
+        core.await_peer(turn, EDGE)
 
     def still_lost(self, turn: Turn) -> None:
         """The peer did not come back in time: whoever opens on this edge fails."""

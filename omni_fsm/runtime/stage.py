@@ -174,8 +174,7 @@ class StageRuntime:
             lost = Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns())
             core.receiver_moved(turn, request, request.receiver.on_peer_lost(lost))
         for edge in core.lost:
-            if ("lost", edge) not in core.timers:
-                core.set_timer(turn, ("lost", edge), core.config.reconnect_s)
+            core.await_peer(turn, edge)
 
     # What the runner says
 

@@ -19,10 +19,11 @@ class StateError(OmniFsmError):
 class StateRetiredError(StateError):
     """The generation does not own the request's state: never opened here, released, or replaced by a successor."""
 
-    def __init__(self, identity: Identity, owner: "Owner | None", what: str) -> None:
-        self.identity, self.owner = identity, owner
-        holder = f"generation {owner.identity.generation} owns it" if owner else "nobody owns it any more"
-        super().__init__(f"state of {identity}: {what} refused: {holder}")
+    def __init__(self, request: Identity | str, owner: "Owner | None", what: str) -> None:
+        self.request, self.owner = request, owner
+        name = request if isinstance(request, Identity) else shown(request)
+        holder = f"generation {owner.identity.generation} owns it" if owner else "no generation owns it"
+        super().__init__(f"state of {name}: {what} refused: {holder}")
 
 
 class MixedStateError(StateError):
@@ -88,7 +89,7 @@ class StateStore:
         with self._lock:
             held = self._owners.setdefault(owner.identity.external_id, owner)
             if held != owner:
-                raise StateError(f"state of {owner.identity}: generation {held.identity.generation} still owns it")
+                raise StateError(f"state of {owner.identity}: {held.identity} owns it, as {shown(held.internal_id)}")
             return StateView(self, owner)
 
     def release(self, identity: Identity) -> bool:
@@ -196,7 +197,7 @@ class RawPayloads(MutableMapping[str, Any]):
         store = self._store
         with store._lock:  # noqa: SLF001
             if external_id not in store._owners:  # noqa: SLF001
-                raise StateRetiredError(Identity(external_id, 0), None, "a raw entry")
+                raise StateRetiredError(external_id, None, "a raw entry")
             if isinstance(store._entries.get(external_id), _Namespaces):  # noqa: SLF001
                 raise MixedStateError(external_id, "namespaces", "a raw entry")
             store._entries[external_id] = value  # noqa: SLF001
