@@ -79,7 +79,7 @@ def _with_progress(console: Console, order: Any) -> dict[str, Any]:
             row = rows.setdefault(answer.index, None)
             if row is None:
                 row = rows[answer.index] = progress.add_task("", total=1)
-            state = answer.cause.outcome if answer.cause is not None else "speaking"
+            state = answer.cause.outcome if answer.cause is not None else "speaking" if answer.sounds else "thinking"
             text = f"request {answer.index}: {audio_s(answer.pcm):5.1f} s of audio, {state}"
             progress.update(row, description=text, completed=int(answer.cause is not None))
 
@@ -107,6 +107,8 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
     for request in report["requests"][-_ROWS:]:
         if request["text"].strip():
             console.print(f"{_cut(request['id'])}: {request['text'].strip()}", markup=False, highlight=False)
+    compared = [request["pcm_identical"] for request in report["requests"] if request["pcm_identical"] is not None]
+    console.print(f"byte for byte as in one process: {sum(compared)} of {len(compared)} answers", highlight=False)
     for name, residue in report["residue"].items():
         total = "killed" if residue is None else sum(residue.values())
         console.print(f"residue of {name}: {total}", highlight=False)

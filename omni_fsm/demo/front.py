@@ -95,6 +95,7 @@ class Front:
             "generation": identity.generation,
         }
         self.adapter.submit_chunk(internal_id, prompt)
+        self.progress(answer)
         return answer
 
     def cancel(self, answer: Answer, reason: str) -> None:
