@@ -144,6 +144,17 @@ def test_a_chunk_above_the_whole_backlog_does_not_pause_its_request_for_ever() -
     assert admission.accepted or "r" in told.resumed or "r" in told.failed
 
 
+def test_a_frame_that_finds_no_room_makes_none_in_the_backlog() -> None:
+    """In flight it still waits in this stage: the paused request would be told to go on, and be refused again."""
+    stage = sender_only(backlog_bytes=1_000)
+    stage.open("r", R1)
+    stage.sink.default = BUSY
+    stage.submit("r", b"x" * 600)
+    assert not stage.runtime.submit_chunk("r", b"y" * 600).accepted
+    stage.run()
+    assert stage.collect().resumed == {}
+
+
 def test_a_body_of_an_unregistered_request_is_fetched_again_when_it_fails_for_now() -> None:
     """The budget of gets holds for frames that wait for their registration too."""
     stage = receiver_only(answer=lambda _: Later())
@@ -200,3 +211,35 @@ def test_a_chunk_is_taken_by_nobody_after_a_failure() -> None:
     stage.open("r", R1)
     stage.come(opening(), data(0, "c0"), failed_end("boom"))
     assert stage.take("r").kind is TakenKind.FAILED
+
+
+def test_a_crash_is_told_to_the_host_of_a_request_that_only_receives() -> None:
+    """A last stage, or a front whose end is out: its scheduler waits for this request."""
+    stage = receiver_only()
+    stage.open("r", R1)
+    stage.come(opening())
+    stage.collect()
+    stage.runtime.crash(RuntimeError("bug"))
+    assert stage.collect().failed == {"r": Cause(Outcome.ERROR, "stage thinker: RuntimeError: bug")}
+
+
+def test_a_front_can_fail_a_request_whose_output_the_next_stage_did_not_want() -> None:
+    """Its sender owes a cancelled end already, which must not swallow the failure: the receiver still waits."""
+    stage = front()
+    stage.open("r", R1)
+    stage.come(opening())
+    stage.sink.say(Stopped(R1, DONE))
+    stage.runtime.sink_once()
+    stage.runtime.fail("r", "host")
+    stage.run()
+    assert stage.take("r").kind is not TakenKind.NOT_YET
+    assert stage.source.stopped == [(R1, Cause(Outcome.ERROR, "host"))]
+
+
+def test_a_frame_is_queued_for_the_outbox_once() -> None:
+    """The end of a request whose producer raised is dispatched by the move, and must not be queued again after it."""
+    stage = sender_only(producer=CountingProducer())
+    stage.open("r", R1)
+    stage.submit("r", ValueError("boom"))
+    stage.runtime.produce_once()
+    assert stage.runtime.residue()["puts"] == 1

@@ -25,6 +25,7 @@ class StageConfig:
         send_stall_s: Seconds that a frame may find the connector busy before it is given up. None: as ``input_wait_s``.
         reconnect_s: Seconds after which a half that opens or waits on a lost edge fails with ``peer_lost``.
         unclaimed_s: Seconds that frames of a request nobody has registered are held.
+        unclaimed_max: How many such requests are held at most; further ones are turned away.
         tombstone_s: Seconds that an ended registration is remembered.
         tombstones_max: How many are remembered at most; the oldest go first.
         window_frames: Credit of a registered stream in frames.
@@ -43,6 +44,7 @@ class StageConfig:
     send_stall_s: float | None = None
     reconnect_s: float = 1.0
     unclaimed_s: float = 30.0
+    unclaimed_max: int = 4_096
     tombstone_s: float = 60.0
     tombstones_max: int = 65_536
     window_frames: int = 8
@@ -89,9 +91,14 @@ class StageConfig:
     def _check(self, name: str, value: object) -> None:
         if name.endswith(("_s", "_ms")) and not _is_duration(value):
             raise ConfigError(name, value, "a finite number, 0 or more")
-        if name in {"tombstones_max", "window_frames", "window_bytes", "backlog_bytes", "workers"} and not (
-            type(value) is int and value > 0
-        ):
+        if name in {
+            "unclaimed_max",
+            "tombstones_max",
+            "window_frames",
+            "window_bytes",
+            "backlog_bytes",
+            "workers",
+        } and not (type(value) is int and value > 0):
             raise ConfigError(name, value, "an int of 1 or more")
         if name == "retries" and not (type(value) is int and value >= 0):
             raise ConfigError(name, value, "an int of 0 or more")

@@ -5,6 +5,7 @@ hooks, observers) runs once the lock is free. `Turn` is that: the lock, and the 
 """
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -98,7 +99,7 @@ class StageCore:
             failure = Failure("hook_raised", "stage", None, "", None, cause)
             for observer in self.observers:
                 if getattr(call, "__self__", None) is not observer:
-                    observer.on_failure(failure)
+                    _tell_last(observer, failure)
 
     # Halves
 
@@ -396,6 +397,14 @@ class StageCore:
         )
         for observer in self.observers:
             turn.later(observer.on_transition, transition)
+
+
+def _tell_last(observer: Observer, failure: Failure) -> None:
+    """Report a raise to an observer that was not its cause. One that raises too is printed: nobody is left to tell."""
+    try:
+        observer.on_failure(failure)
+    except Exception:  # noqa: BLE001 - see above
+        traceback.print_exc()
 
 
 def cause_of(half: SenderHalf | ReceiverHalf) -> Cause:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from omni_fsm.connectors.ledger import UNCLAIMED_BYTES, UNCLAIMED_FRAMES
 from omni_fsm.connectors.port import (
     Arrival,
     CreditReturned,
@@ -25,8 +26,8 @@ from omni_fsm.runtime.ports import Later, Offer, Refuse, Register
 from omni_fsm.runtime.requests import HeldFrame, Request, Unclaimed
 
 EDGE = "source"
-UNCLAIMED_FRAMES = 8
-"""How many frames of an unregistered identity are held: its opening, its small first credit, and failed ends."""
+HELD_FRAMES = UNCLAIMED_FRAMES + 6
+"""How many frames of an unregistered identity are held: its small first credit, its opening, and ends that were retried."""
 
 
 class Inbox:
@@ -55,7 +56,7 @@ class Inbox:
         with self.core.turn() as turn:
             request = self.core.tables.receiver_of(frame.identity)
             half = request.receiver if request is not None else None
-            wanted = self._wanted(turn, request, half, frame)
+            wanted = self._wanted(turn, request, half, arrival)
             if wanted and request is not None and half is not None and arrival.nbytes:
                 self.core.receiver_moved(turn, request, half.on_get_begun())
         if wanted:
@@ -63,22 +64,32 @@ class Inbox:
         arrival.discard()
         return True
 
-    def _wanted(self, turn: Turn, request: Request | None, half: ReceiverHalf | None, frame: Frame) -> bool:
+    def _wanted(self, turn: Turn, request: Request | None, half: ReceiverHalf | None, arrival: Arrival) -> bool:
         """Whether the frame's body is worth fetching; a frame that no half wants any more is dealt with here."""
+        frame = arrival.frame
         if request is not None and half is not None:
             if half.wants_body:
-                return True
+                return self._in_credit(turn, request, half, frame)
             self.core.receiver_moved(turn, request, half.on_frame(frame, at_ns=self.core.clock.now_ns()))
             left = half.cause
         else:
             tombstone = self.core.tables.tombstones.get(frame.identity)
             if tombstone is None:
-                return True
+                return self._may_hold(turn, arrival)
             left = tombstone.cause
         if frame.kind is FrameKind.OPEN and left is not None and self.core.source is not None:
             # It opens after its receiver left: the stop and the waiver that were sent then found no sender.
             turn.later(self.core.source.stop, frame.identity, stop_of(left))
             self.core.waive_credit(turn, frame.identity, half)
+        return False
+
+    def _in_credit(self, turn: Turn, request: Request, half: ReceiverHalf, frame: Frame) -> bool:
+        """Whether the sender had credit for this frame; one that had not fails its stream before it costs memory."""
+        credit = max(self.core.config.window_frames, UNCLAIMED_FRAMES)
+        if not frame.uses_credit or len(half.staged) < credit:
+            return True
+        cause = self._cause(f"frame_invalid: seq {frame.seq} came beyond the credit of {credit} frames")
+        self.core.receiver_moved(turn, request, half.on_frame_invalid(cause))
         return False
 
     def _fetch(
@@ -133,14 +144,28 @@ class Inbox:
             core.set_timer(turn, ("unclaimed", identity), core.config.unclaimed_s)
             turn.later(self._offer, identity)
         waiting.frames.append(held)
-        if len(waiting.frames) > UNCLAIMED_FRAMES:
-            self.drop_unclaimed(turn, identity, self._cause("unclaimed"))
+
+    def _may_hold(self, turn: Turn, arrival: Arrival) -> bool:
+        """Whether a frame that nobody has registered for may be kept: within a small credit, for a bounded number of ids."""
+        tables = self.core.tables
+        identity = arrival.frame.identity
+        waiting = tables.unclaimed.get(identity)
+        frames = waiting.frames if waiting is not None else []
+        fits = len(frames) < HELD_FRAMES and sum(held.nbytes for held in frames) + arrival.nbytes <= UNCLAIMED_BYTES
+        if not fits or (waiting is None and len(tables.unclaimed) >= self.core.config.unclaimed_max):
+            self._turn_away(turn, identity, self._cause("unclaimed"))
+            return False
+        return True
 
     def drop_unclaimed(self, turn: Turn, identity: Identity, cause: Cause) -> None:
-        """Nobody registered it: forget its frames, remember its name, stop its sender."""
+        """Nobody has registered it: turn it away."""
+        if identity in self.core.tables.unclaimed:
+            self._turn_away(turn, identity, cause)
+
+    def _turn_away(self, turn: Turn, identity: Identity, cause: Cause) -> None:
+        """Forget the frames of an unregistered identity, remember its name, stop its sender."""
         core = self.core
-        if core.tables.unclaimed.pop(identity, None) is None:
-            return
+        core.tables.unclaimed.pop(identity, None)
         core.timers.cancel(("unclaimed", identity))
         core.bury(turn, identity, cause)
         if core.source is not None:

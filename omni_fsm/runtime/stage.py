@@ -193,13 +193,13 @@ class StageRuntime:
             LocalProtocolError: The runner has ended this request itself.
         """
         core = self._core
+        nbytes = tree_nbytes(output)
         with core.turn() as turn:
             request, half = self._sender(internal_id)
             if request is None or half is None:
                 return _UNKNOWN
             if core.closing:
                 return Admission(accepted=False, reason="shutdown")
-            nbytes = tree_nbytes(output)
             if core.backlog_bytes + nbytes > core.config.backlog_bytes and half.state is SenderState.ACTIVE:
                 return self._over_backlog(turn, request, half)
             return self._admit(turn, request, half.submit_chunk(output, nbytes, segment_end=segment_end))
@@ -211,11 +211,12 @@ class StageRuntime:
         front goes on receiving. A repeated end changes nothing.
         """
         core = self._core
+        nbytes = tree_nbytes(output)
         with core.turn() as turn:
             request, half = self._sender(internal_id)
             if request is None or half is None:
                 return _UNKNOWN
-            moved = half.submit_end(core.clock.now_ns(), output, tree_nbytes(output))
+            moved = half.submit_end(core.clock.now_ns(), output, nbytes)
             admission = self._admit(turn, request, moved)
             if request.receiver is not None and not core.config.front and not moved.ignored:
                 self._release_receiver(turn, request)
