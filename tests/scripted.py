@@ -328,7 +328,7 @@ class Stage:
         return self.held()
 
 
-def make_stage(  # noqa: PLR0913 - the ports of a stage
+def make_stage(
     *,
     source: Any = None,
     sink: Any = None,

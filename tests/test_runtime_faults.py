@@ -15,6 +15,7 @@ from scripted import (
     failed_end,
     front,
     middle,
+    ok_end,
     opening,
     receiver_only,
     sender_only,
@@ -44,6 +45,15 @@ def test_a_front_is_not_told_that_a_request_failed_when_the_next_stage_has_had_e
     stage.come(opening())
     stage.hear(Stopped(R1, DONE))
     assert stage.collect().failed == {}
+
+
+def test_done_does_not_take_away_that_a_front_s_input_is_ready() -> None:
+    """The last stage ends early: its end has come and is not collected when the stop comes from the other side."""
+    stage = front()
+    stage.open("r", R1)
+    stage.come(opening(), ok_end(0, "tail"))
+    stage.hear(Stopped(R1, DONE))
+    assert stage.collect().ready == {"r": None}
 
 
 def test_a_waiting_successor_releases_a_predecessor_that_fails_after_it_came() -> None:
@@ -243,3 +253,21 @@ def test_a_frame_is_queued_for_the_outbox_once() -> None:
     stage.submit("r", ValueError("boom"))
     stage.runtime.produce_once()
     assert stage.runtime.residue()["puts"] == 1
+
+
+def test_a_frame_that_comes_again_at_the_edge_of_its_credit_is_dropped_and_fails_nobody() -> None:
+    """A put that reported failure was stored, and its retry comes while the whole window waits to be taken."""
+    stage = receiver_only(window_frames=3)
+    stage.open("r", R1)
+    stage.come(opening(), data(0, "a"), data(1, "b"), data(2, "c"), data(2, "c"))
+    assert [stage.take("r").payload for _ in range(3)] == ["a", "b", "c"]
+    assert stage.source.stopped == []
+
+
+def test_an_unclaimed_frame_that_comes_again_does_not_use_up_the_first_credit() -> None:
+    """As above, before the request is registered."""
+    stage = receiver_only(answer=lambda _: Later())
+    large = b"x" * 300 * 1024
+    stage.come(opening(), data(0, large), data(0, large))
+    stage.open("r", R1)
+    assert stage.take("r").payload == large

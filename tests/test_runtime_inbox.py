@@ -144,9 +144,7 @@ def test_a_body_outside_what_is_shared_fails_the_stream_only() -> None:
     assert stage.take("s").payload == "x"
 
 
-@pytest.mark.parametrize(
-    ("leave", "stop"), [("cancel", cancelled()), ("release", DONE), ("fail", error("host"))]
-)
+@pytest.mark.parametrize(("leave", "stop"), [("cancel", cancelled()), ("release", DONE), ("fail", error("host"))])
 def test_a_frame_that_comes_while_its_request_is_left_is_never_published(leave: str, stop: Cause) -> None:
     """The request is left inside the get: it keeps its name until the get has returned."""
     stage = waiting()
@@ -215,7 +213,11 @@ def test_an_environment_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((name, bad) for name in ("input_wait_s", "send_stall_s", "reconnect_s") for bad in (-1, math.nan, math.inf, "1")),
+        *(
+            (name, bad)
+            for name in ("input_wait_s", "send_stall_s", "reconnect_s")
+            for bad in (-1, math.nan, math.inf, "1")
+        ),
         ("unclaimed_s", True),
         ("retry_wait_ms", -1),
         ("tombstones_max", 0),

@@ -136,3 +136,19 @@ def test_a_request_goes_round_over_real_connectors(chunks: int) -> None:
         stage.runtime.tick_once()
     ring.settle()
     assert ring.held() == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stage_that_has_had_enough_ends_its_request_well(n: int) -> None:
+    """It ends its output before its input is over: ``done`` goes back to the front and cancels nobody."""
+    ring = Ring()
+    ring.open(LIVES[0])
+    ring.submit(LIVES[0], "prompt")
+    ring.settle()
+    name = ring.names[n][LIVES[0]]
+    ring.closed.add(name)
+    ring.stages[n].runtime.end(name)
+    ring.settle()
+    ring.drain()
+    assert ring.ended == {"front-a-1": "ok"}
+    assert ring.got == {"front-a-1": ["prompt"]}

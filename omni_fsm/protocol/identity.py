@@ -14,7 +14,12 @@ SHOWN_ID_CHARS = 40
 MAX_GENERATION = 2**64 - 1
 
 
-def _checked_text(field: str, value: object, limit: int) -> bytes:
+def checked_text(field: str, value: object, limit: int) -> bytes:
+    """A name or id as UTF-8.
+
+    Raises:
+        ConfigError: It is no text, empty, too long, or holds lone surrogates.
+    """
     accepted = f"a str of 1 to {limit} UTF-8 bytes"
     if not isinstance(value, str) or not value:
         raise ConfigError(field, value, accepted)
@@ -35,8 +40,8 @@ class Edge:
     to_stage: str
 
     def __post_init__(self) -> None:
-        _checked_text("edge.from_stage", self.from_stage, MAX_STAGE_NAME_BYTES)
-        _checked_text("edge.to_stage", self.to_stage, MAX_STAGE_NAME_BYTES)
+        checked_text("edge.from_stage", self.from_stage, MAX_STAGE_NAME_BYTES)
+        checked_text("edge.to_stage", self.to_stage, MAX_STAGE_NAME_BYTES)
 
     def __str__(self) -> str:
         return f"{self.from_stage}->{self.to_stage}"
@@ -56,7 +61,7 @@ class Identity:
     generation: int
 
     def __post_init__(self) -> None:
-        _checked_text("external_id", self.external_id, MAX_EXTERNAL_ID_BYTES)
+        checked_text("external_id", self.external_id, MAX_EXTERNAL_ID_BYTES)
         if type(self.generation) is not int or not 0 <= self.generation <= MAX_GENERATION:
             raise ConfigError("generation", self.generation, "an int from 0 to 2**64 - 1")
 

@@ -161,6 +161,8 @@ class ReceiverEvent(StrEnum):
 
     #: the sender announced the request: it exists
     OPEN_ARRIVED = "open_arrived"
+    #: the sender announced the request again: its put had reported failure
+    OPEN_REPEATED = "open_repeated"
     #: the inbox fetches a frame's body, outside every lock
     GET_BEGUN = "get_begun"
     #: fetching failed for now, attempts are left

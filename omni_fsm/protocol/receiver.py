@@ -132,7 +132,7 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
     def _classify(self, frame: Frame, at_ns: int) -> tuple[ReceiverEvent, Cause | None]:
         """The event that a frame is, and the cause that it brings if it ends the stream."""
         if frame.kind is FrameKind.OPEN:
-            return ReceiverEvent.OPEN_ARRIVED, None
+            return (ReceiverEvent.OPEN_REPEATED if self.opened else ReceiverEvent.OPEN_ARRIVED), None
         ended = frame.cause if frame.kind is FrameKind.END else None
         if frame.kind is FrameKind.END and (ended is None or ended.outcome is Outcome.DONE):
             invalid = Cause(Outcome.ERROR, f"frame_invalid: an end with outcome {ended}", at_ns)

@@ -80,7 +80,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         in_flight: The task that a worker or the outbox has now.
         next_seq: The seq of the next frame that carries one.
         segment: The segment that frames built now belong to.
-        queued_bytes: Bytes of what is in the queue, for the stage's backlog.
+        queued_bytes: Bytes of what is in the queue.
         dropped: Whether an accepted chunk was dropped: an ``end(ok)`` would be a lie.
         release_noted: Whether the runner has let go while the end was still owed.
         marker_settled: In failed: whether the end is out or given up.
@@ -181,6 +181,11 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
         return self._end_by(SenderEvent.PEER_LOST, cause)
 
     # What becomes of a task
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that this life holds in the stage: what is queued, and what is in flight."""
+        return self.queued_bytes + (self.in_flight.nbytes if self.in_flight is not None else 0)
 
     @property
     def announced(self) -> bool:

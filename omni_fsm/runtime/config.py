@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, fields
 
 from omni_fsm.protocol.errors import ConfigError
-from omni_fsm.protocol.identity import MAX_STAGE_NAME_BYTES
+from omni_fsm.protocol.identity import MAX_STAGE_NAME_BYTES, checked_text
 
 INPUT_WAIT_VARIABLE = "OMNI_FSM_INPUT_WAIT_TIMEOUT_S"
 DEFAULT_INPUT_WAIT_S = 600.0
@@ -62,8 +62,7 @@ class StageConfig:
         Raises:
             ConfigError: Names the field, the value and what is accepted.
         """
-        if not isinstance(self.stage, str) or not 0 < len(self.stage.encode()) <= MAX_STAGE_NAME_BYTES:
-            raise ConfigError("stage", self.stage, f"a name of 1 to {MAX_STAGE_NAME_BYTES} bytes")
+        checked_text("stage", self.stage, MAX_STAGE_NAME_BYTES)
         wait = self._resolved_input_wait()
         object.__setattr__(self, "input_wait_s", wait)
         object.__setattr__(self, "send_stall_s", wait if self.send_stall_s is None else self.send_stall_s)

@@ -15,7 +15,7 @@ from omni_fsm.connectors.port import Connector
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.half import Moved
 from omni_fsm.protocol.identity import Identity
-from omni_fsm.protocol.names import ReceiverEffect, SenderEffect
+from omni_fsm.protocol.names import ReceiverEffect, SenderEffect, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved
 from omni_fsm.runtime.config import StageConfig
@@ -83,6 +83,7 @@ class StageCore:
         self.backlog_bytes = 0
         self.paused: dict[str, None] = {}  # refused for the backlog's sake, to be told when there is room
         self.lost: dict[str, Cause] = {}  # by edge role: why the peer is gone, while it is
+        self.losses = 0  # how often the output edge lost its peer: tells a put that it happened meanwhile
         self.closing = False
 
     def turn(self) -> Turn:
@@ -115,6 +116,8 @@ class StageCore:
         if half.is_final and moved.before is not moved.after:
             self._sender_over(turn, request)
         else:
+            if moved.after is SenderState.FAILED and moved.before is not moved.after:
+                self.release_for_successor(turn, request)
             self.dispatch(turn, request)
         return moved
 
@@ -141,8 +144,7 @@ class StageCore:
             case SenderEffect.RECORD_FAILURE:
                 self.tell_host(turn, request, half, cause_of(half))
             case SenderEffect.TELL_RECEIVER:
-                self.tell_host(turn, request, half, cause_of(half))
-                self._tell_receiver(turn, request, cause_of(half))
+                self._tell_receiver(turn, request, half, cause_of(half))
             case SenderEffect.REPORT_MARKER_LOST:
                 self.feedback.marker_lost[request.internal_id] = cause_of(half)
                 self.woken(turn)
@@ -196,17 +198,20 @@ class StageCore:
         else:
             self.sender_moved(turn, request, sender.on_cancelled(cause))
 
-    def _tell_receiver(self, turn: Turn, request: Request, cause: Cause) -> None:
-        """The stage's sender failed, was stopped or lost its peer: what its receiver is told.
+    def _tell_receiver(self, turn: Turn, request: Request, half: SenderHalf, cause: Cause) -> None:
+        """The stage's sender failed, was stopped or lost its peer: what the host and its receiver are told.
 
-        At the front the request begins and ends: nobody upstream has to stop, its receiver fails. ``done`` cancels nobody.
+        At the front the request begins and ends: nobody upstream has to stop, its receiver fails; and that the next stage
+        is done with the prompt changes nothing.
         """
+        if self.config.front and cause.outcome is Outcome.DONE:
+            return
+        self.tell_host(turn, request, half, cause)
         receiver = request.receiver
         if receiver is None or receiver.is_final:
             return
         if self.config.front:
-            if cause.outcome is not Outcome.DONE:
-                self.receiver_moved(turn, request, receiver.on_request_failed(cause))
+            self.receiver_moved(turn, request, receiver.on_request_failed(cause))
         elif cause.outcome is Outcome.DONE:
             self.receiver_moved(turn, request, receiver.on_released(cause))
         else:
@@ -247,10 +252,18 @@ class StageCore:
     def queue_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
         """Queue the built frame in flight for the outbox."""
         task = half.in_flight
-        if task is None or task.frame is None:
+        if task is None or task.frame is None or request.put_queued:
             return
+        request.put_queued = True
         (self.puts if task.frame.uses_credit else self.urgent_puts).append(request)
         turn.later(self.wakeups.put)
+
+    def release_for_successor(self, turn: Turn, request: Request) -> None:
+        """A failed life that a successor waits for is released: at once, or as soon as its marker is resolved."""
+        half = request.sender
+        if half is not None and half.state is SenderState.FAILED and self.tables.has_successor(request):
+            cause = Cause(Outcome.CANCELLED, "released for a successor", self.clock.now_ns())
+            self.sender_moved(turn, request, half.on_released(cause))
 
     def unhold(self, request: Request) -> None:
         """The head of the queue need not wait any longer."""
@@ -269,11 +282,13 @@ class StageCore:
     def _forget_if_over(self, request: Request) -> None:
         if request.is_over:
             self.tables.forget(request)
+            for edge in self.lost:
+                self.timers.cancel(("lost", edge, request.identity))
             self.feedback_came.notify_all()  # whoever waits for the stage to be idle
 
     def _count_backlog(self, turn: Turn, request: Request, half: SenderHalf) -> None:
-        self.backlog_bytes += half.queued_bytes - request.backlog
-        request.backlog = half.queued_bytes
+        self.backlog_bytes += half.held_bytes - request.backlog
+        request.backlog = half.held_bytes
         if self.backlog_bytes <= self.config.backlog_bytes // 2 and self.paused:
             self.feedback.resumed.update(dict.fromkeys(self.paused))
             self.paused.clear()
@@ -330,10 +345,15 @@ class StageCore:
         if before_ns is None or due_ns < before_ns:
             turn.later(self.wakeups.tick)
 
-    def await_peer(self, turn: Turn, edge: str) -> None:
-        """Give a lost peer ``reconnect_s`` to come back, if anybody waits for it."""
-        if edge in self.lost and self.tables.by_internal and ("lost", edge) not in self.timers:
-            self.set_timer(turn, ("lost", edge), self.config.reconnect_s)
+    def await_peer(self, turn: Turn, edge: str, request: Request) -> None:
+        """A half opens or waits on a lost edge: its peer has ``reconnect_s`` to come back."""
+        self.set_timer(turn, ("lost", edge, request.identity), self.config.reconnect_s)
+
+    def peer_back(self, edge: str) -> None:
+        """The edge has a peer: nobody waits for one any longer."""
+        self.lost.pop(edge, None)
+        for request in self.tables.by_internal.values():
+            self.timers.cancel(("lost", edge, request.identity))
 
     # Telling
 

@@ -19,7 +19,7 @@ from omni_fsm.protocol.errors import ConfigError, RemoteProtocolError
 from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import ReceiverEvent
-from omni_fsm.protocol.receiver import ReceiverHalf
+from omni_fsm.protocol.receiver import DEFAULT_GET_RETRIES, ReceiverHalf
 from omni_fsm.runtime.core import StageCore, Turn
 from omni_fsm.runtime.feedback import Admission
 from omni_fsm.runtime.ports import Later, Offer, Refuse, Register
@@ -73,21 +73,28 @@ class Inbox:
             self.core.receiver_moved(turn, request, half.on_frame(frame, at_ns=self.core.clock.now_ns()))
             left = half.cause
         else:
-            tombstone = self.core.tables.tombstones.get(frame.identity)
-            if tombstone is None:
+            left = self._left(frame.identity)
+            if left is None:
                 return self._may_hold(turn, arrival)
-            left = tombstone.cause
         if frame.kind is FrameKind.OPEN and left is not None and self.core.source is not None:
             # It opens after its receiver left: the stop and the waiver that were sent then found no sender.
             turn.later(self.core.source.stop, frame.identity, stop_of(left))
             self.core.waive_credit(turn, frame.identity, half)
         return False
 
+    def _left(self, identity: Identity) -> Cause | None:
+        """How a registration of this identity ended here; None when there was none, or none is remembered."""
+        tombstone = self.core.tables.tombstones.get(identity)
+        if tombstone is not None:
+            return tombstone.cause
+        request = self.core.tables.by_identity.get(identity)  # its sender may outlive the tombstone
+        return request.receiver.cause if request is not None and request.receiver is not None else None
+
     def _in_credit(self, turn: Turn, request: Request, half: ReceiverHalf, frame: Frame) -> bool:
         """Whether the sender had credit for this frame; one that had not fails its stream before it costs memory."""
         credit = max(self.core.config.window_frames, UNCLAIMED_FRAMES)
-        if not frame.uses_credit or len(half.staged) < credit:
-            return True
+        if not frame.uses_credit or frame.seq < half.next_seq or len(half.staged) < credit:
+            return True  # one that comes again has had its credit
         cause = self._cause(f"frame_invalid: seq {frame.seq} came beyond the credit of {credit} frames")
         self.core.receiver_moved(turn, request, half.on_frame_invalid(cause))
         return False
@@ -96,6 +103,7 @@ class Inbox:
         self, arrival: Arrival, request: Request | None, half: ReceiverHalf | None
     ) -> tuple[Any, int, Cause | None]:
         """Body of an arrival: its payload, its size, and why it cannot be accepted if it cannot."""
+        attempts = 0
         while True:
             try:
                 body = arrival.load()
@@ -104,8 +112,11 @@ class Inbox:
                 return None, arrival.nbytes, self._cause(f"frame_invalid: {error}")
             except Exception as error:  # noqa: BLE001 - becomes an event: the get is retried, then given up
                 cause = self._cause(f"get_given_up: {type(error).__name__}: {error}")
+                attempts += 1
                 if request is None or half is None or not half.getting:
-                    return None, arrival.nbytes, cause
+                    if attempts > DEFAULT_GET_RETRIES:
+                        return None, arrival.nbytes, cause
+                    continue
                 with self.core.turn() as turn:
                     moved = self.core.receiver_moved(turn, request, half.on_get_failed(cause))
                 if moved.event is not ReceiverEvent.GET_RETRIED or moved.ignored:
@@ -151,6 +162,8 @@ class Inbox:
         identity = arrival.frame.identity
         waiting = tables.unclaimed.get(identity)
         frames = waiting.frames if waiting is not None else []
+        if any(held.frame.key == arrival.frame.key for held in frames):
+            return False  # it came before: its put had reported failure
         fits = len(frames) < HELD_FRAMES and sum(held.nbytes for held in frames) + arrival.nbytes <= UNCLAIMED_BYTES
         if not fits or (waiting is None and len(tables.unclaimed) >= self.core.config.unclaimed_max):
             self._turn_away(turn, identity, self._cause("unclaimed"))
@@ -185,6 +198,9 @@ class Inbox:
                     self.drop_unclaimed(turn, identity, self._cause(reason))
             case Later():
                 pass
+            case other:  # a host without types
+                with self.core.turn() as turn:
+                    self.drop_unclaimed(turn, identity, self._cause(f"stream_offered gave {other!r}"))
 
     def _register_offered(self, internal_id: str, identity: Identity) -> None:
         try:
@@ -206,8 +222,7 @@ class Inbox:
         with core.turn() as turn:
             match signal:
                 case PeerBack():
-                    core.lost.pop(EDGE, None)
-                    core.timers.cancel(("lost", EDGE))
+                    core.peer_back(EDGE)
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
                 case EdgeRefused(error):
@@ -224,17 +239,18 @@ class Inbox:
         for waiting in core.tables.unclaimed.values():
             waiting.orphaned = True
         for request in core.tables.snapshot():
-            if request.receiver is not None and request.receiver.opened:
+            if request.receiver is None or request.receiver.is_final:
+                continue
+            if request.receiver.opened:
                 core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
-        core.await_peer(turn, EDGE)
+            else:
+                core.await_peer(turn, EDGE, request)
 
-    def still_lost(self, turn: Turn) -> None:
-        """The peer did not come back in time: whoever waits on this edge fails."""
+    def still_lost(self, turn: Turn, request: Request) -> None:
+        """The peer did not come back in time: what waits on this edge fails."""
         cause = self.core.lost.get(EDGE)
-        if cause is not None:
-            for request in self.core.tables.snapshot():
-                if request.receiver is not None:
-                    self.core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
+        if cause is not None and request.receiver is not None:
+            self.core.receiver_moved(turn, request, request.receiver.on_peer_lost(cause))
 
     def _cause(self, reason: str) -> Cause:
         return Cause(Outcome.ERROR, reason, self.core.clock.now_ns())

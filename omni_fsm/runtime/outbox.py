@@ -100,15 +100,27 @@ class Outbox:
             if not queue:
                 return False
             request = queue.popleft()
+            request.put_queued = False
             half = request.sender
             task = half.in_flight if half is not None else None
-            wakes = request.wakes
+            wakes, losses = request.wakes, core.losses
         if half is None or task is None or task.frame is None:
             return True  # peer loss ended the life while its frame was queued
         frame, outcome = self._put(task.frame)
         with core.turn() as turn:
             self._feed(turn, request, half, frame, outcome, woken=request.wakes != wakes)
+            if outcome.status is PutStatus.STORED and core.losses != losses:
+                self._stored_for_nobody(turn, request, half)
         return True
+
+    def _stored_for_nobody(self, turn: Turn, request: Request, half: SenderHalf) -> None:
+        """The peer was lost while a frame was put: the life ends with it, and the connector forgets what it stored since."""
+        core = self.core
+        if not half.is_final:
+            cause = core.lost.get(EDGE, Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns()))
+            core.sender_moved(turn, request, half.on_peer_lost(cause))
+        if core.sink is not None:
+            turn.later(core.sink.reclaim, request.identity, unread=True)
 
     def _put(self, frame: Frame) -> tuple[Frame, PutOutcome]:
         """One put; a frame that has to wait gets a body of its own."""
@@ -133,15 +145,17 @@ class Outbox:
         cause = Cause(Outcome.ERROR, f"put_given_up: {reason}", now_ns)
         match outcome.status:
             case PutStatus.STORED:
-                request.busy_since_ns = None
+                request.busy_key = None
                 self.core.sender_moved(turn, request, half.on_stored())
             case PutStatus.BUSY:
                 self._feed_busy(turn, request, half, frame, woken=woken)
             case PutStatus.RETRY:
+                request.busy_key = None
                 attempts = half.in_flight.attempts if half.in_flight else 0
                 moved = half.on_put_failed(cause, frame)
                 if moved.event is SenderEvent.PUT_RETRIED and not moved.ignored:
-                    self._hold(turn, request, half, self.core.config.retry_wait_ms / 1e3 * 2**attempts)
+                    wait_s = self.core.config.retry_wait_ms / 1e3 * 2**attempts
+                    self._hold(turn, request, half, wait_s, busy=False)
                 self.core.sender_moved(turn, request, moved)
             case PutStatus.REFUSED:
                 self.core.sender_moved(turn, request, half.on_given_up(cause))
@@ -149,23 +163,23 @@ class Outbox:
     def _feed_busy(self, turn: Turn, request: Request, half: SenderHalf, frame: Frame, *, woken: bool) -> None:
         core = self.core
         now_ns = core.clock.now_ns()
-        since_ns = request.busy_since_ns if request.busy_since_ns is not None else now_ns
+        if request.busy_key != frame.key:
+            request.busy_key, request.busy_since_ns = frame.key, now_ns
         stall_s = core.config.send_stall_s or 0.0
-        left_s = stall_s - (now_ns - since_ns) / 1e9
+        left_s = stall_s - (now_ns - request.busy_since_ns) / 1e9
         if stall_s and left_s <= 0:
             cause = Cause(Outcome.ERROR, f"send_stall: no credit or room for {stall_s:g} s", now_ns)
-            request.busy_since_ns = None
+            request.busy_key = None
             core.sender_moved(turn, request, half.on_given_up(cause))
             return
-        request.busy_since_ns = since_ns
         moved = half.on_busy(frame)
         if moved.event is SenderEvent.PUT_DEFERRED and not moved.ignored and not woken:
-            self._hold(turn, request, half, left_s if stall_s else None)
+            self._hold(turn, request, half, left_s if stall_s else None, busy=True)
         core.sender_moved(turn, request, moved)
 
-    def _hold(self, turn: Turn, request: Request, half: SenderHalf, wait_s: float | None) -> None:
+    def _hold(self, turn: Turn, request: Request, half: SenderHalf, wait_s: float | None, *, busy: bool) -> None:
         """The frame that just went back to the head waits there."""
-        request.hold = half.queue[0]
+        request.hold, request.hold_is_busy = half.queue[0], busy
         if wait_s is not None:
             self.core.set_timer(turn, ("hold", request.identity), wait_s)
 
@@ -185,8 +199,7 @@ class Outbox:
                 case RoomReturned():
                     self._wake_all(turn)
                 case PeerBack():
-                    core.lost.pop(EDGE, None)
-                    core.timers.cancel(("lost", EDGE))
+                    core.peer_back(EDGE)
                     self._wake_all(turn)
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
@@ -202,7 +215,7 @@ class Outbox:
     def _room_came(self, turn: Turn, request: Request) -> None:
         """A put of this request that was, or is about to be, found busy may succeed now."""
         request.wakes += 1
-        if request.busy_since_ns is not None:
+        if request.hold_is_busy:
             self.retry(turn, request)
 
     def retry(self, turn: Turn, request: Request) -> None:
@@ -220,16 +233,17 @@ class Outbox:
         core = self.core
         cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
         core.lost[EDGE] = cause
+        core.losses += 1
         for request in core.tables.snapshot():
-            if request.sender is not None and request.sender.announced:
+            if request.sender is None or request.sender.is_final:
+                continue
+            if request.sender.announced:
                 core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
-        core.await_peer(turn, EDGE)
+            else:
+                core.await_peer(turn, EDGE, request)
 
-    def still_lost(self, turn: Turn) -> None:
-        """The peer did not come back in time: whoever opens on this edge fails."""
-        core = self.core
-        cause = core.lost.get(EDGE)
-        if cause is not None:
-            for request in core.tables.snapshot():
-                if request.sender is not None and not request.sender.is_final:
-                    core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
+    def still_lost(self, turn: Turn, request: Request) -> None:
+        """The peer did not come back in time: what opens on this edge fails."""
+        cause = self.core.lost.get(EDGE)
+        if cause is not None and request.sender is not None:
+            self.core.sender_moved(turn, request, request.sender.on_peer_lost(cause))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni_fsm.protocol.frames import Cause, Frame
-from omni_fsm.protocol.identity import Identity
+from omni_fsm.protocol.identity import FrameKey, Identity
 from omni_fsm.protocol.receiver import ReceiverHalf
 from omni_fsm.protocol.sender import SenderHalf, SendTask
 from omni_fsm.state import StateView
@@ -22,8 +22,11 @@ class Request:
         sender: The half on the output edge; None in a stage without one.
         view: Its producer state; None until it owns the external id.
         scheduled: Whether it is in the queue of tasks for producers.
+        put_queued: Whether its frame in flight is in a queue of the outbox.
         hold: The head of the queue while it waits for credit, room or the time of its retry.
-        busy_since_ns: Since when its frame has found the connector busy; None when it has not.
+        hold_is_busy: Whether it waits for credit or room.
+        busy_key: The frame that has found the connector busy; None when none has.
+        busy_since_ns: Since when.
         wakes: How often credit or room came back: tells a put that was busy whether that happened meanwhile.
         backlog: Bytes that it counts for in the stage's backlog.
         told: Whether the host was told why it ends.
@@ -35,8 +38,11 @@ class Request:
     sender: SenderHalf | None = None
     view: StateView | None = None
     scheduled: bool = False
+    put_queued: bool = False
     hold: SendTask | None = None
-    busy_since_ns: int | None = None
+    hold_is_busy: bool = False
+    busy_key: FrameKey | None = None
+    busy_since_ns: int = 0
     wakes: int = 0
     backlog: int = 0
     told: bool = False
@@ -107,6 +113,11 @@ class Tables:
             return None
         return lives[0] if was_owner else None
 
+    def has_successor(self, request: Request) -> bool:
+        """Whether a later life waits for this one, which owns the external id."""
+        lives = self.lives.get(request.identity.external_id)
+        return lives is not None and lives[0] is request and len(lives) > 1
+
     def owner(self, request: Request) -> Request:
         """The life that owns the request's external id."""
         return self.lives[request.identity.external_id][0]
@@ -119,6 +130,7 @@ class Tables:
     def bury(self, identity: Identity, tombstone: Tombstone) -> None:
         """Leave a tombstone; the oldest make room beyond the bound."""
         self.tombstones[identity] = tombstone
+        self.tombstones.move_to_end(identity)  # a renewed one expires last
         while len(self.tombstones) > self._tombstones_max:
             self.tombstones.popitem(last=False)
 

@@ -161,9 +161,8 @@ class StageRuntime:
             owner = core.tables.owner(request)
             if owner is request:
                 core.open_life(turn, request)
-            elif owner.sender is not None and owner.sender.state is SenderState.FAILED:
-                cause = Cause(Outcome.CANCELLED, "released for a successor", core.clock.now_ns())
-                core.sender_moved(turn, owner, owner.sender.on_released(cause))
+            else:
+                core.release_for_successor(turn, owner)
         waiting = core.tables.unclaimed.pop(identity, None)
         core.timers.cancel(("unclaimed", identity))
         if request.receiver is not None and core.config.input_wait_s:
@@ -174,7 +173,7 @@ class StageRuntime:
             lost = Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns())
             core.receiver_moved(turn, request, request.receiver.on_peer_lost(lost))
         for edge in core.lost:
-            core.await_peer(turn, edge)
+            core.await_peer(turn, edge, request)
 
     # What the runner says
 
@@ -200,7 +199,8 @@ class StageRuntime:
                 return _UNKNOWN
             if core.closing:
                 return Admission(accepted=False, reason="shutdown")
-            if core.backlog_bytes + nbytes > core.config.backlog_bytes and half.state is SenderState.ACTIVE:
+            over = core.backlog_bytes > 0 and core.backlog_bytes + nbytes > core.config.backlog_bytes
+            if over and half.state is SenderState.ACTIVE:
                 return self._over_backlog(turn, request, half)
             return self._admit(turn, request, half.submit_chunk(output, nbytes, segment_end=segment_end))
 
@@ -223,16 +223,23 @@ class StageRuntime:
             return admission
 
     def fail(self, internal_id: str, reason: str) -> None:
-        """End a request with an error; the next stage and the one before learn it at once. Idempotent, first reason kept."""
+        """End a request with an error; the next stage and the one before learn it at once. Idempotent, first reason kept.
+
+        Producer state stays until the host releases the request.
+        """
         cause = Cause(Outcome.ERROR, reason or "failed", self._core.clock.now_ns())
         with self._core.turn() as turn:
             request = self._leaving(internal_id)
             if request is None:
                 return
-            if request.sender is not None and not request.sender.is_final:
-                self._core.sender_moved(turn, request, request.sender.on_host_failed(cause))
-            elif request.receiver is not None:
-                self._core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+            self._fail(turn, request, cause)
+
+    def _fail(self, turn: Turn, request: Request, cause: Cause) -> None:
+        """End both halves with an error, also where the sender is over or leaves for another reason."""
+        if request.sender is not None:
+            self._core.sender_moved(turn, request, request.sender.on_host_failed(cause))
+        if request.receiver is not None:
+            self._core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
 
     def cancel(self, internal_id: str, reason: str = "cancelled") -> None:
         """Cancel a request in this stage, and with it in every other one. Idempotent, first reason kept."""
@@ -390,8 +397,10 @@ class StageRuntime:
             case ("unclaimed", identity):
                 cause = Cause(Outcome.ERROR, "unclaimed", core.clock.now_ns())
                 self._inbox.drop_unclaimed(turn, identity, cause)
-            case ("lost", edge):
-                (self._inbox if edge == inbox_module.EDGE else self._outbox).still_lost(turn)
+            case ("lost", edge, identity):
+                request = core.tables.by_identity.get(identity)
+                if request is not None:
+                    (self._inbox if edge == inbox_module.EDGE else self._outbox).still_lost(turn, request)
             case ("tombstones",):
                 next_ns = core.tables.expire(core.clock.now_ns())
                 if next_ns is not None:
@@ -450,10 +459,10 @@ class StageRuntime:
             core.closing = True
             core.report_stage(turn, "crashed", cause)
             for request in core.tables.snapshot():
-                if request.sender is not None and not request.sender.is_final:
-                    core.sender_moved(turn, request, request.sender.on_host_failed(cause))
-                elif request.receiver is not None:
-                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+                half = request.sender or request.receiver
+                if half is not None:
+                    core.tell_host(turn, request, half, cause)
+                self._fail(turn, request, cause)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is left, for ``timeout_s`` seconds at most. Returns whether none is."""
