@@ -63,6 +63,9 @@ class HandClock:
     def now_ns(self) -> int:
         return self.ns
 
+    def pause(self, seconds: float) -> None:
+        self.advance(seconds)
+
     def advance(self, seconds: float) -> None:
         self.ns += round(seconds * S)
 

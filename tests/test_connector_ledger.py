@@ -97,10 +97,15 @@ def test_a_frame_that_comes_again_after_it_was_stored_is_counted_once(ledger: Cr
         grant(ledger, 9, 100, 3, 10)
 
 
-def test_what_needs_no_credit_is_neither_counted_nor_remembered() -> None:
-    ledger = CreditLedger()
+def test_a_failed_end_needs_no_credit(ledger: CreditLedger) -> None:
+    grant(ledger, 0, 0)
     assert ledger.allows(failed_end(), 0)
-    ledger.count(failed_end(), 0)
+
+
+def test_nothing_but_an_opening_reaches_a_peer_that_does_not_know_the_life(ledger: CreditLedger) -> None:
+    ledger.clear()  # another process is there now
+    assert not ledger.allows(failed_end(), 0)
+    assert not put(ledger, 3, 1)
     assert len(ledger) == 0
 
 

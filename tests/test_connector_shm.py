@@ -433,11 +433,11 @@ BAD_NOTICES = {
     "a second hello": (hello(), [], "a hello came"),
     "an ack for what was never sent": (wire.ack_packet(1), [], "body 1 acknowledged"),
     "more taken than put": (
-        wire.credit_packet(R1, frames=1, nbytes=1, taken_frames=1, taken_bytes=0),
+        wire.credit_packet(R1, wire.Credit(1, 1, 1, 0)),
         [],
         "1 frames and 0 bytes taken, but 0 and 0 were put",
     ),
-    "negative credit": (wire.credit_packet(R1, frames=-1, nbytes=1, taken_frames=0, taken_bytes=0), [], "frames"),
+    "negative credit": (wire.credit_packet(R1, wire.Credit(-1, 1, 0, 0)), [], "frames"),
     "bytes behind a notice": (wire.ack_packet(0) + b"x", [], "1 bytes behind a ack"),
     "a descriptor with a notice": (wire.ack_packet(0), [(10, SEALS)], "1 descriptors"),
     "a stop of nobody": (prefixed({"type": "stop", "id": "", "generation": 1, "outcome": "error"}), [], "id"),

@@ -123,13 +123,24 @@ def _lose_peer_in_put(stage: Stage, *after: PeerBack) -> None:
     stage.sink.plan.append(lose)
 
 
-def test_a_peer_lost_while_the_opening_is_put_ends_the_life() -> None:
-    """The process that was told of it is gone; the one that is back in time never hears ``open``."""
+def test_a_peer_lost_while_the_opening_is_put_and_not_back_ends_the_life() -> None:
     stage = sender_only()
-    _lose_peer_in_put(stage, PeerBack())
+    _lose_peer_in_put(stage)
+    stage.sink.default = BUSY  # there is no peer
     stage.open("r", R1)
     stage.pass_time(2.0)
     assert stage.collect().failed == {"r": Cause(Outcome.ERROR, "peer_lost")}
+
+
+def test_an_opening_whose_put_crossed_a_restart_of_the_peer_is_put_again() -> None:
+    """Nobody knows which process has it; the one that is back must have it, and to have it twice does no harm."""
+    stage = sender_only()
+    _lose_peer_in_put(stage, PeerBack())
+    stage.open("r", R1)
+    stage.submit("r", "a")
+    stage.run()
+    assert stage.wire() == ["open", "open", "data 0"]
+    assert stage.collect().failed == {}
 
 
 def test_a_put_that_outlives_its_life_leaves_nothing_in_the_connector() -> None:

@@ -530,7 +530,7 @@ def test_a_shutdown_ends_everything_and_refuses_what_is_new() -> None:
     assert stage.source.stopped == [(R1, cancelled("shutdown"))]
     assert not stage.runtime.register("s", OTHER).accepted
     stage.come(opening(OTHER))
-    assert stage.source.stopped[1:] == [(OTHER, error("shutdown"))]
+    assert stage.source.stopped[1:] == [(OTHER, cancelled("shutdown"))]
     assert stage.rest() == {}
 
 

@@ -46,10 +46,18 @@ class CreditLedger:
         return len(self._accounts)
 
     def allows(self, frame: Frame, nbytes: int) -> bool:
-        """Whether the frame may be put now. A no is remembered: `grant` tells when it may have become a yes."""
+        """Whether the frame may be put now. A no is remembered: `grant` tells when it may have become a yes.
+
+        Only ``open`` begins an account. Any other frame without one is of a life that an earlier peer knew: it may not
+        reach this peer, which would wait for the rest.
+        """
+        if frame.kind is FrameKind.OPEN:
+            return True
+        account = self._accounts.get(frame.identity)
+        if account is None:
+            return False
         if not frame.uses_credit:
             return True
-        account = self._accounts.setdefault(frame.identity, _Account())
         if frame.seq <= account.last_seq or account.fits(nbytes):
             account.waiting_bytes = None
             return True
@@ -62,7 +70,7 @@ class CreditLedger:
             self._accounts.setdefault(frame.identity, _Account())
         if not frame.uses_credit:
             return
-        account = self._accounts.setdefault(frame.identity, _Account())
+        account = self._accounts[frame.identity]
         if frame.seq > account.last_seq:
             account.last_seq = frame.seq
             account.put_frames += 1

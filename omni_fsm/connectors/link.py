@@ -1,7 +1,8 @@
 """`LinkConnector`: the connector port over any link that moves whole, ordered packets to and from one peer.
 
 The connector knows hellos, credit, acknowledgements, signals and the order in which a lost peer is told; the link
-knows how bytes move. One short lock guards both; it is never held while a body is copied or a thread waits.
+knows how bytes move. One short lock guards both; it is never held while a thread waits or a body of more than an inline
+one's size is copied.
 """
 
 import threading
@@ -9,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from omni_fsm.connectors.ledger import CreditLedger
 from omni_fsm.connectors.port import (
@@ -30,6 +31,7 @@ from omni_fsm.connectors.port import (
 )
 from omni_fsm.connectors.wire import (
     AckPacket,
+    Credit,
     CreditPacket,
     FramePacket,
     Header,
@@ -48,7 +50,7 @@ from omni_fsm.connectors.wire import (
     unpacked,
 )
 from omni_fsm.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from omni_fsm.protocol.frames import Cause, Frame
+from omni_fsm.protocol.frames import Cause, Frame, Outcome
 from omni_fsm.protocol.identity import Edge, Identity
 
 DEFAULT_MAX_FRAME_BYTES = 1 << 30
@@ -215,13 +217,15 @@ class _Control:
     def __init__(self) -> None:
         self.ack_upto = 0
         self._stops: dict[Identity, bytes] = {}
-        self._credits: dict[Identity, bytes] = {}
+        self._credits: dict[Identity, Credit] = {}
 
     def __len__(self) -> int:
         return len(self._stops) + len(self._credits) + (self.ack_upto > 0)
 
-    def add_credit(self, identity: Identity, packet: bytes) -> None:
-        self._credits[identity] = packet  # absolute numbers: the later one says it all
+    def add_credit(self, identity: Identity, credit: Credit) -> None:
+        """The larger of each number holds: grants of several threads may come in any order, and none takes back."""
+        before = self._credits.get(identity, credit)
+        self._credits[identity] = Credit(*map(max, before, credit))
 
     def add_stop(self, identity: Identity, packet: bytes) -> None:
         self._stops.setdefault(identity, packet)  # the first cause is kept
@@ -229,13 +233,15 @@ class _Control:
     def head(self) -> bytes:
         if self.ack_upto:
             return ack_packet(self.ack_upto)
-        return next(iter((self._stops or self._credits).values()))
+        if self._stops:
+            return next(iter(self._stops.values()))
+        return credit_packet(*next(iter(self._credits.items())))
 
     def sent(self) -> None:
         if self.ack_upto:
             self.ack_upto = 0
         else:
-            queue = self._stops or self._credits
+            queue: dict[Identity, Any] = self._stops or self._credits
             del queue[next(iter(queue))]
 
     def clear(self) -> None:
@@ -531,10 +537,7 @@ class LinkConnector:
         """Tell the sender its credit for a stream, as absolute numbers. Without a peer it is dropped: see `stop`."""
         with self._lock:
             if self._phase is _Phase.UP:
-                packet = credit_packet(
-                    identity, frames=frames, nbytes=nbytes, taken_frames=taken_frames, taken_bytes=taken_bytes
-                )
-                self._control.add_credit(identity, packet)
+                self._control.add_credit(identity, Credit(frames, nbytes, taken_frames, taken_bytes))
                 self._flush()
 
     def stop(self, identity: Identity, cause: Cause) -> None:
@@ -663,6 +666,8 @@ class LinkConnector:
                 self._read_notices()
         except RemoteProtocolError as error:
             self._break(error)
+        except OSError as error:  # no descriptor, no memory: this peer is given up, the next try may do
+            self._break(RemoteProtocolError(f"edge {self.edge}: {error}"))
 
     def _greet(self) -> None:
         packet = hello_packet(self._hello, max_frame_bytes=self._own_limit, arena_bytes=self._link.arena_bytes)
@@ -732,6 +737,8 @@ class LinkConnector:
                     self._signals.append(CreditReturned(identity))
             case StopPacket():
                 identity = identity_of(self.edge, header.id, header.generation)
+                if header.outcome is Outcome.OK:
+                    raise RemoteProtocolError(f"edge {self.edge}: a stop of {identity} with outcome ok")
                 self._signals.append(Stopped(identity, Cause(header.outcome, header.reason, header.at_ns)))
             case AckPacket():
                 self._free(header.upto)

@@ -99,7 +99,7 @@ def shm_receiver(
     link = ShmLink(path, retry_s, 0, max_frame_bytes)
     try:
         connector = LinkConnector(link, hello, sends=False, max_frame_bytes=max_frame_bytes)
-        listens = link.listen()
+        listens = link.listen(wait=True)
     except BaseException:
         link.release()
         raise
@@ -329,14 +329,21 @@ class ShmLink:
             self._own_bytes = [0]
         return True
 
-    def listen(self) -> bool:
-        """Bind the path, in place of a socket file that nobody answers. Returns False when somebody does."""
+    def listen(self, *, wait: bool = False) -> bool:
+        """Bind the path, in place of a socket file that nobody answers.
+
+        Args:
+            wait: Whether to wait for another listener that is at the same few system calls, or to try again later.
+
+        Returns:
+            Whether it listens; not when somebody else does, or (without ``wait``) is about to.
+        """
         self._next_try_s = time.monotonic() + self._retry_s
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.settimeout(0)
         folder = OwnedFd(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
-            fcntl.flock(folder.number, fcntl.LOCK_EX)  # held by each listener for a few system calls
+            fcntl.flock(folder.number, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _answers(self._path):
                 listener.close()
                 return False
@@ -345,6 +352,9 @@ class ShmLink:
             listener.listen(8)
             status = self._path.lstat()
             self._listener_file = (status.st_dev, status.st_ino)
+        except BlockingIOError:
+            listener.close()
+            return False
         except BaseException:
             listener.close()
             raise

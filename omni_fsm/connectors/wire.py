@@ -6,7 +6,7 @@ else: whatever is malformed becomes a `RemoteProtocolError` that names the packe
 """
 
 import struct
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -223,18 +223,18 @@ def identity_of(edge: Edge, external_id: str, generation: int) -> Identity:
         raise RemoteProtocolError(f"edge {edge}: identity {shown(external_id)}#{generation}: {error}") from error
 
 
-def credit_packet(identity: Identity, *, frames: int, nbytes: int, taken_frames: int, taken_bytes: int) -> bytes:
+class Credit(NamedTuple):
+    """A stream's credit, as absolute numbers; see `omni_fsm.connectors.port.Connector.grant`."""
+
+    frames: int
+    nbytes: int
+    taken_frames: int
+    taken_bytes: int
+
+
+def credit_packet(identity: Identity, credit: Credit) -> bytes:
     """A grant."""
-    return packed(
-        CreditPacket(
-            id=identity.external_id,
-            generation=identity.generation,
-            frames=frames,
-            nbytes=nbytes,
-            taken_frames=taken_frames,
-            taken_bytes=taken_bytes,
-        )
-    )
+    return packed(CreditPacket(id=identity.external_id, generation=identity.generation, **credit._asdict()))
 
 
 def stop_packet(identity: Identity, cause: Cause) -> bytes:

@@ -26,6 +26,7 @@ class StageConfig:
         reconnect_s: Seconds after which a half that opens or waits on a lost edge fails with ``peer_lost``.
         unclaimed_s: Seconds that frames of a request nobody has registered are held.
         unclaimed_max: How many such requests are held at most; further ones are turned away.
+        requests_max: How many requests are registered at most; further ones are refused.
         tombstone_s: Seconds that an ended registration is remembered.
         tombstones_max: How many are remembered at most; the oldest go first.
         window_frames: Credit of a registered stream in frames.
@@ -45,6 +46,7 @@ class StageConfig:
     reconnect_s: float = 1.0
     unclaimed_s: float = 30.0
     unclaimed_max: int = 4_096
+    requests_max: int = 65_536
     tombstone_s: float = 60.0
     tombstones_max: int = 65_536
     window_frames: int = 8
@@ -92,6 +94,7 @@ class StageConfig:
             raise ConfigError(name, value, "a finite number, 0 or more")
         if name in {
             "unclaimed_max",
+            "requests_max",
             "tombstones_max",
             "window_frames",
             "window_bytes",

@@ -21,7 +21,7 @@ from omni_fsm.protocol.sender import SenderHalf, SenderMoved
 from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.feedback import Feedback
 from omni_fsm.runtime.ports import Clock, Failure, Observer, StageHost, Transition, Wakeups
-from omni_fsm.runtime.requests import Request, Tables, Tombstone
+from omni_fsm.runtime.requests import Request, Tables
 from omni_fsm.runtime.timers import Timers
 from omni_fsm.state import Owner, StateStore
 
@@ -48,6 +48,7 @@ class Turn:
         self._core.lock.release()
         for call, args, kwargs in self._after:
             self._core.guarded(call, *args, **kwargs)
+        self._core.tell_observers()
 
 
 class StageCore:
@@ -84,7 +85,9 @@ class StageCore:
         self.paused: dict[str, None] = {}  # refused for the backlog's sake, to be told when there is room
         self.lost: dict[str, Cause] = {}  # by edge role: why the peer is gone, while it is
         self.losses = 0  # how often the output edge lost its peer: tells a put that it happened meanwhile
-        self.closing = False
+        self.closing = ""  # why new work is refused, once it is
+        self._untold: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._telling = threading.Lock()
 
     def turn(self) -> Turn:
         """Enter the lock: ``with core.turn() as turn``."""
@@ -98,9 +101,21 @@ class StageCore:
             name = getattr(call, "__qualname__", repr(call))
             cause = Cause(Outcome.ERROR, f"{name} raised {type(error).__name__}: {error}", self.clock.now_ns())
             failure = Failure("hook_raised", "stage", None, "", None, cause)
-            for observer in self.observers:
-                if getattr(call, "__self__", None) is not observer:
-                    _tell_last(observer, failure)
+            others = [observer for observer in self.observers if getattr(call, "__self__", None) is not observer]
+            for observer in others:
+                _tell_last(observer, failure)
+            if not others:
+                traceback.print_exc()  # nobody else is left to tell
+
+    def tell_observers(self) -> None:
+        """Give the observers what happened, in the order in which it happened, whichever threads it happened on."""
+        while self._untold and self._telling.acquire(blocking=False):
+            try:
+                while self._untold:
+                    call, event = self._untold.popleft()
+                    self.guarded(call, event)
+            finally:
+                self._telling.release()
 
     # Halves
 
@@ -109,7 +124,7 @@ class StageCore:
         half = request.sender
         if half is None:
             raise AssertionError(request)
-        self._observe(turn, request, half, moved, half.next_seq)
+        self._observe(request, half, moved, half.next_seq)
         for effect in moved.effects:
             self._do_for_sender(turn, request, half, effect)
         self._count_backlog(turn, request, half)
@@ -126,7 +141,7 @@ class StageCore:
         half = request.receiver
         if half is None:
             raise AssertionError(request)
-        self._observe(turn, request, half, moved, half.next_seq)
+        self._observe(request, half, moved, half.next_seq)
         for effect in moved.effects:
             self._do_for_receiver(turn, request, half, effect)
         key = ("deadline", request.identity)
@@ -148,7 +163,7 @@ class StageCore:
             case SenderEffect.REPORT_MARKER_LOST:
                 self.feedback.marker_lost[request.internal_id] = cause_of(half)
                 self.woken(turn)
-                self.report(turn, "marker_lost", request, half, cause_of(half))
+                self.report("marker_lost", request, half, cause_of(half))
             case SenderEffect.RELEASE:
                 self.state.release(request.identity)
                 if self.sink is not None:
@@ -164,6 +179,7 @@ class StageCore:
             case ReceiverEffect.REPORT_OPEN:
                 self.feedback.opened[request.internal_id] = None
                 self.woken(turn)
+                self.dispatch(turn, request)
             case ReceiverEffect.GRANT_CREDIT:
                 self.grant(turn, half)
             case ReceiverEffect.WAKE_SCHEDULER:
@@ -220,12 +236,16 @@ class StageCore:
     # Lives and their queues
 
     def open_life(self, turn: Turn, request: Request) -> None:
-        """The request's generation becomes the owner of its external id; its queue starts to move."""
+        """The request's generation becomes the owner of its external id; its queue starts to move.
+
+        One that failed while it waited, and has a successor by now, is released.
+        """
         request.view = self.state.own(Owner(request.internal_id, request.identity))
         if request.receiver is not None and request.receiver.staged:
             self.feedback.ready[request.internal_id] = None  # a runner that needs the state had to leave them
             self.woken(turn)
         self.dispatch(turn, request)
+        self.release_for_successor(turn, request)
 
     def dispatch(self, turn: Turn, request: Request) -> None:
         """Send the head of the queue on, if nothing is in flight and it need not wait."""
@@ -233,7 +253,7 @@ class StageCore:
         if half is None or not half.ready or self.tables.owner(request) is not request:
             return
         head = half.queue[0]
-        if request.hold is head:
+        if request.hold is head or (head.is_ok_end and self._prompt_not_known(request)):
             return
         if request.hold is not None:
             self.unhold(request)
@@ -244,9 +264,14 @@ class StageCore:
             self.ready.append(request)
             turn.later(self.wakeups.produce)
 
+    def _prompt_not_known(self, request: Request) -> bool:
+        """At the front: whether ``open`` is not back yet. Until then its end waits, so that a loss is noticed here."""
+        receiver = request.receiver
+        return self.config.front and receiver is not None and receiver.waiting and not receiver.opened
+
     def begin_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
         """Take a head that needs no producer and queue its frame."""
-        self._observe(turn, request, half, half.on_task_begun(), half.next_seq)
+        self._observe(request, half, half.on_task_begun(), half.next_seq)
         self.queue_put(turn, request, half)
 
     def queue_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
@@ -274,13 +299,18 @@ class StageCore:
         self.unhold(request)
         self.feedback.output_ended[request.internal_id] = None
         self.woken(turn)
-        successor = self.tables.end_life(request)
         self._forget_if_over(request)
+        if not request.producing:
+            self.end_life(turn, request)
+
+    def end_life(self, turn: Turn, request: Request) -> None:
+        """The external id is free for the life that waits for it, if one does."""
+        successor = self.tables.end_life(request)
         if successor is not None:
             self.open_life(turn, successor)
 
     def _forget_if_over(self, request: Request) -> None:
-        if request.is_over:
+        if request.is_over and self.tables.by_internal.get(request.internal_id) is request:
             self.tables.forget(request)
             for edge in self.lost:
                 self.timers.cancel(("lost", edge, request.identity))
@@ -320,19 +350,29 @@ class StageCore:
                 taken_bytes=half.taken_bytes if half is not None else 0,
             )
 
-    def bury(self, turn: Turn, identity: Identity, cause: Cause, half: ReceiverHalf | None = None) -> None:
+    def bury(self, turn: Turn, identity: Identity, cause: Cause, half: ReceiverHalf) -> None:
         """Leave a tombstone: later frames of this identity are discarded, a later registration is refused.
 
         Args:
             turn: The critical section.
             identity: The stream.
             cause: How it ended.
-            half: The registration that ended; None when there was none and its frames were dropped unclaimed.
+            half: The receiver that ended.
         """
-        expires_ns = self.clock.now_ns() + int(self.config.tombstone_s * 1e9)
-        self.tables.bury(identity, Tombstone(cause, half is None, expires_ns))
-        if len(self.tables.tombstones) == 1:
+        self.tables.tombstones.bury(identity, cause, self._expiry_ns(turn))
+        self._leave_stream(turn, identity, half)
+
+    def turn_away(self, turn: Turn, identity: Identity, cause: Cause) -> None:
+        """Leave a tombstone for an identity that nobody registered; a later registration fails with its cause."""
+        self.tables.turned_away.bury(identity, cause, self._expiry_ns(turn))
+        self._leave_stream(turn, identity, None)
+
+    def _expiry_ns(self, turn: Turn) -> int:
+        if ("tombstones",) not in self.timers:
             self.set_timer(turn, ("tombstones",), self.config.tombstone_s)
+        return self.clock.now_ns() + int(self.config.tombstone_s * 1e9)
+
+    def _leave_stream(self, turn: Turn, identity: Identity, half: ReceiverHalf | None) -> None:
         self.waive_credit(turn, identity, half)
         if self.source is not None:
             turn.later(self.source.reclaim, identity, unread=True)
@@ -346,8 +386,10 @@ class StageCore:
             turn.later(self.wakeups.tick)
 
     def await_peer(self, turn: Turn, edge: str, request: Request) -> None:
-        """A half opens or waits on a lost edge: its peer has ``reconnect_s`` to come back."""
-        self.set_timer(turn, ("lost", edge, request.identity), self.config.reconnect_s)
+        """A half opens or waits on a lost edge: its peer has ``reconnect_s`` to come back, from the first loss on."""
+        key = ("lost", edge, request.identity)
+        if key not in self.timers:
+            self.set_timer(turn, key, self.config.reconnect_s)
 
     def peer_back(self, edge: str) -> None:
         """The edge has a peer: nobody waits for one any longer."""
@@ -358,42 +400,40 @@ class StageCore:
     # Telling
 
     def tell_host(self, turn: Turn, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
-        """Record, once per request and under its internal id, why it ends early."""
-        if request.told:
-            return
-        request.told = True
-        self.feedback.ready.pop(request.internal_id, None)
-        self.feedback.failed[request.internal_id] = cause
-        self.woken(turn)
-        self.report(turn, "failed", request, half, cause)
+        """Record, once per request and under its internal id, why it ends early; a host that ended it itself knows."""
+        if not request.reported:
+            request.reported = True
+            self.report("failed", request, half, cause)
+        if not request.host_knows:
+            request.host_knows = True
+            self.feedback.ready.pop(request.internal_id, None)
+            self.feedback.failed[request.internal_id] = cause
+            self.woken(turn)
 
     def woken(self, turn: Turn) -> None:
         """There is feedback to collect."""
         self.feedback_came.notify_all()
         turn.later(self.host.feedback_ready)
 
-    def report(self, turn: Turn, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
+    def report(self, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
         """Tell the observers of a failure."""
         self._report_all(
-            turn,
             Failure(what, half.table.machine, half.edge, request.internal_id, request.identity, cause, half.next_seq),
         )
 
-    def report_edge(self, turn: Turn, connector: Connector | None, cause: Cause) -> None:
+    def report_edge(self, connector: Connector | None, cause: Cause) -> None:
         """Tell the observers that an edge failed as a whole."""
-        self._report_all(turn, Failure("edge", "connector", connector.edge if connector else None, "", None, cause))
+        self._report_all(Failure("edge", "connector", connector.edge if connector else None, "", None, cause))
 
-    def report_stage(self, turn: Turn, what: str, cause: Cause) -> None:
+    def report_stage(self, what: str, cause: Cause) -> None:
         """Tell the observers that the stage failed as a whole."""
-        self._report_all(turn, Failure(what, "stage", None, "", None, cause))
+        self._report_all(Failure(what, "stage", None, "", None, cause))
 
-    def _report_all(self, turn: Turn, failure: Failure) -> None:
-        for observer in self.observers:
-            turn.later(observer.on_failure, failure)
+    def _report_all(self, failure: Failure) -> None:
+        self._untold.extend((observer.on_failure, failure) for observer in self.observers)
 
     def _observe(
         self,
-        turn: Turn,
         request: Request,
         half: SenderHalf | ReceiverHalf,
         moved: Moved[Any, Any, Any],
@@ -415,8 +455,7 @@ class StageCore:
             cause=half.cause,
             at_ns=self.clock.now_ns(),
         )
-        for observer in self.observers:
-            turn.later(observer.on_transition, transition)
+        self._untold.extend((observer.on_transition, transition) for observer in self.observers)
 
 
 def _tell_last(observer: Observer, failure: Failure) -> None:

@@ -69,7 +69,7 @@ class Inbox:
         frame = arrival.frame
         if request is not None and half is not None:
             if half.wants_body:
-                return self._in_credit(turn, request, half, frame)
+                return self._in_credit(turn, request, half, arrival)
             self.core.receiver_moved(turn, request, half.on_frame(frame, at_ns=self.core.clock.now_ns()))
             left = half.cause
         else:
@@ -84,18 +84,24 @@ class Inbox:
 
     def _left(self, identity: Identity) -> Cause | None:
         """How a registration of this identity ended here; None when there was none, or none is remembered."""
-        tombstone = self.core.tables.tombstones.get(identity)
-        if tombstone is not None:
-            return tombstone.cause
+        tables = self.core.tables
+        cause = tables.tombstones.get(identity) or tables.turned_away.get(identity)
+        if cause is not None:
+            return cause
         request = self.core.tables.by_identity.get(identity)  # its sender may outlive the tombstone
         return request.receiver.cause if request is not None and request.receiver is not None else None
 
-    def _in_credit(self, turn: Turn, request: Request, half: ReceiverHalf, frame: Frame) -> bool:
+    def _in_credit(self, turn: Turn, request: Request, half: ReceiverHalf, arrival: Arrival) -> bool:
         """Whether the sender had credit for this frame; one that had not fails its stream before it costs memory."""
-        credit = max(self.core.config.window_frames, UNCLAIMED_FRAMES)
-        if not frame.uses_credit or frame.seq < half.next_seq or len(half.staged) < credit:
-            return True  # one that comes again has had its credit
-        cause = self._cause(f"frame_invalid: seq {frame.seq} came beyond the credit of {credit} frames")
+        frame, config = arrival.frame, self.core.config
+        if not frame.uses_credit or frame.seq < half.next_seq or not half.staged:
+            return True  # one that comes again has had its credit; the first may have any size
+        frames = max(config.window_frames, UNCLAIMED_FRAMES)
+        nbytes = max(config.window_bytes, UNCLAIMED_BYTES)
+        staged_bytes = sum(staged.nbytes for staged in half.staged)
+        if len(half.staged) < frames and staged_bytes + arrival.nbytes <= nbytes:
+            return True
+        cause = self._cause(f"frame_invalid: seq {frame.seq} came beyond the credit of {frames} frames, {nbytes} bytes")
         self.core.receiver_moved(turn, request, half.on_frame_invalid(cause))
         return False
 
@@ -103,24 +109,31 @@ class Inbox:
         self, arrival: Arrival, request: Request | None, half: ReceiverHalf | None
     ) -> tuple[Any, int, Cause | None]:
         """Body of an arrival: its payload, its size, and why it cannot be accepted if it cannot."""
-        attempts = 0
+        retries = 0
         while True:
             try:
                 body = arrival.load()
-                return (None if body is None else decode(body)), arrival.nbytes, None
+                break
             except RemoteProtocolError as error:
                 return None, arrival.nbytes, self._cause(f"frame_invalid: {error}")
             except Exception as error:  # noqa: BLE001 - becomes an event: the get is retried, then given up
                 cause = self._cause(f"get_given_up: {type(error).__name__}: {error}")
-                attempts += 1
-                if request is None or half is None or not half.getting:
-                    if attempts > DEFAULT_GET_RETRIES:
-                        return None, arrival.nbytes, cause
-                    continue
-                with self.core.turn() as turn:
-                    moved = self.core.receiver_moved(turn, request, half.on_get_failed(cause))
-                if moved.event is not ReceiverEvent.GET_RETRIED or moved.ignored:
+                if not self._may_get_again(request, half, cause, retries):
                     return None, arrival.nbytes, cause
+                self.core.clock.pause(self.core.config.retry_wait_ms / 1e3 * 2**retries)
+                retries += 1
+        try:
+            return (None if body is None else decode(body)), arrival.nbytes, None
+        except Exception as error:  # noqa: BLE001 - whatever a body does to the decoder is the stream's failure
+            return None, arrival.nbytes, self._cause(f"frame_invalid: {type(error).__name__}: {error}")
+
+    def _may_get_again(self, request: Request | None, half: ReceiverHalf | None, cause: Cause, retries: int) -> bool:
+        """Whether the budget of this body's gets allows another: the half counts, or nobody's does by itself."""
+        if request is None or half is None or not half.getting:
+            return retries < DEFAULT_GET_RETRIES
+        with self.core.turn() as turn:
+            moved = self.core.receiver_moved(turn, request, half.on_get_failed(cause))
+        return moved.event is ReceiverEvent.GET_RETRIED and not moved.ignored
 
     def _deliver(self, frame: Frame, payload: Any, nbytes: int, invalid: Cause | None) -> None:
         """Feed a fetched frame to its half, or hold it for a registration to come."""
@@ -129,7 +142,7 @@ class Inbox:
             request = self.core.tables.receiver_of(frame.identity)
             if request is not None:
                 self.feed(turn, request, held)
-            elif frame.identity not in self.core.tables.tombstones:
+            elif self._left(frame.identity) is None:
                 self._hold(turn, held)
 
     def feed(self, turn: Turn, request: Request, held: HeldFrame) -> None:
@@ -180,7 +193,7 @@ class Inbox:
         core = self.core
         core.tables.unclaimed.pop(identity, None)
         core.timers.cancel(("unclaimed", identity))
-        core.bury(turn, identity, cause)
+        core.turn_away(turn, identity, cause)
         if core.source is not None:
             turn.later(core.source.stop, identity, cause)
 
@@ -211,6 +224,10 @@ class Inbox:
             if admission.accepted:
                 self.core.feedback.registered[internal_id] = identity
                 self.core.woken(turn)
+            elif self.core.closing:
+                self.drop_unclaimed(
+                    turn, identity, Cause(Outcome.CANCELLED, admission.reason, self.core.clock.now_ns())
+                )
             else:
                 self.drop_unclaimed(turn, identity, self._cause(admission.reason))
 
@@ -226,7 +243,7 @@ class Inbox:
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
                 case EdgeRefused(error):
-                    core.report_edge(turn, core.source, self._cause(str(error)))
+                    core.report_edge(core.source, self._cause(str(error)))
                     self._peer_lost(turn, str(error))
                 case Stopped() | CreditReturned() | RoomReturned():
                     raise AssertionError(signal)
@@ -257,8 +274,8 @@ class Inbox:
 
     def _report_edge(self, error: RemoteProtocolError) -> None:
         source = self.core.source
-        with self.core.turn() as turn:
-            self.core.report_edge(turn, source, self._cause(str(error)))
+        with self.core.turn():
+            self.core.report_edge(source, self._cause(str(error)))
 
 
 def stop_of(cause: Cause) -> Cause:

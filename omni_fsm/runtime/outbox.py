@@ -53,24 +53,28 @@ class Outbox:
                 return True
             core.sender_moved(turn, request, half.on_task_begun())
             task = half.in_flight
+            request.producing = True
         if task is not None:
             self._produce(request, half, task)
         return True
 
     def _produce(self, request: Request, half: SenderHalf, task: SendTask) -> None:
         core = self.core
+        body, cause = None, None
         try:
             payload = self.producer(self._context(request, half, task))
             body = None if payload is None else encode(payload)
-        except Exception as error:  # noqa: BLE001 - becomes an event: the request ends with the producer's own words
+        except BaseException as error:  # noqa: BLE001 - becomes an event: the request ends with the producer's own words
             cause = Cause(Outcome.ERROR, f"{type(error).__name__}: {error}", core.clock.now_ns())
-            with core.turn() as turn:
-                core.sender_moved(turn, request, half.on_producer_raised(cause))
-                core.queue_put(turn, request, half)
-            return
         with core.turn() as turn:
-            core.sender_moved(turn, request, half.on_produced(body))
+            request.producing = False
+            was_final = half.is_final
+            core.sender_moved(
+                turn, request, half.on_produced(body) if cause is None else half.on_producer_raised(cause)
+            )
             core.queue_put(turn, request, half)
+            if was_final:
+                core.end_life(turn, request)  # it ended while its producer ran: only now its successor opens
 
     @staticmethod
     def _context(request: Request, half: SenderHalf, task: SendTask) -> ProducerContext:
@@ -108,19 +112,24 @@ class Outbox:
             return True  # peer loss ended the life while its frame was queued
         frame, outcome = self._put(task.frame)
         with core.turn() as turn:
-            self._feed(turn, request, half, frame, outcome, woken=request.wakes != wakes)
-            if outcome.status is PutStatus.STORED and core.losses != losses:
-                self._stored_for_nobody(turn, request, half)
+            if core.losses != losses and outcome.status is PutStatus.STORED:
+                self._crossed_a_loss(turn, request, half, frame)
+            else:
+                self._feed(turn, request, half, frame, outcome, woken=request.wakes != wakes)
         return True
 
-    def _stored_for_nobody(self, turn: Turn, request: Request, half: SenderHalf) -> None:
-        """The peer was lost while a frame was put: the life ends with it, and the connector forgets what it stored since."""
+    def _crossed_a_loss(self, turn: Turn, request: Request, half: SenderHalf, frame: Frame) -> None:
+        """The peer was lost while this frame was put, and perhaps a new one came: nobody knows which of them has it.
+
+        An opening is put again: to have it twice does no harm, and its life goes on. Any other frame is of a life that ended
+        with the lost peer; what the connector keeps of it is dropped.
+        """
         core = self.core
-        if not half.is_final:
-            cause = core.lost.get(EDGE, Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns()))
-            core.sender_moved(turn, request, half.on_peer_lost(cause))
-        if core.sink is not None:
-            turn.later(core.sink.reclaim, request.identity, unread=True)
+        if half.is_final:
+            if core.sink is not None:
+                turn.later(core.sink.reclaim, request.identity, unread=True)
+        else:
+            core.sender_moved(turn, request, half.on_busy(frame))
 
     def _put(self, frame: Frame) -> tuple[Frame, PutOutcome]:
         """One put; a frame that has to wait gets a body of its own."""
@@ -204,7 +213,7 @@ class Outbox:
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
                 case EdgeRefused(error):
-                    core.report_edge(turn, core.sink, Cause(Outcome.ERROR, str(error), core.clock.now_ns()))
+                    core.report_edge(core.sink, Cause(Outcome.ERROR, str(error), core.clock.now_ns()))
                     self._peer_lost(turn, str(error))
 
     def _with_sender(self, turn: Turn, identity: Identity, happening: Callable[[SenderHalf], SenderMoved]) -> None:

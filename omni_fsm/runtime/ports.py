@@ -73,7 +73,10 @@ Offer = Register | Refuse | Later
 
 
 class StageHost(Protocol):
-    """What the runtime calls back. No lock is held during a call; what it raises is logged and changes nothing."""
+    """What the runtime calls back. No lock is held during a call.
+
+    What a hook raises is reported as ``hook_raised``; a raise in ``stream_offered`` refuses the stream, in its own words.
+    """
 
     def stream_offered(self, identity: Identity) -> Offer:
         """The stage before has a request that this stage has not registered.
@@ -91,6 +94,9 @@ class Clock(Protocol):
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC, in nanoseconds."""
 
+    def pause(self, seconds: float) -> None:
+        """Let the calling thread wait; called only by the inbox between two gets of one body, without the lock."""
+
 
 class MonotonicClock:
     """The machine's clock."""
@@ -98,6 +104,10 @@ class MonotonicClock:
     def now_ns(self) -> int:
         """See `Clock`."""
         return time.monotonic_ns()
+
+    def pause(self, seconds: float) -> None:
+        """See `Clock`."""
+        time.sleep(seconds)
 
 
 class Wakeups(Protocol):

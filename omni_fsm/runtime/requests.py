@@ -29,7 +29,9 @@ class Request:
         busy_since_ns: Since when.
         wakes: How often credit or room came back: tells a put that was busy whether that happened meanwhile.
         backlog: Bytes that it counts for in the stage's backlog.
-        told: Whether the host was told why it ends.
+        producing: Whether its producer runs now: a successor does not open before that has returned.
+        host_knows: Whether the host was told why it ends, or has ended it itself.
+        reported: Whether the observers were told.
     """
 
     internal_id: str
@@ -45,7 +47,9 @@ class Request:
     busy_since_ns: int = 0
     wakes: int = 0
     backlog: int = 0
-    told: bool = False
+    producing: bool = False
+    host_knows: bool = False
+    reported: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -71,25 +75,51 @@ class Unclaimed:
     orphaned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """What is remembered of an ended registration: how it ended, and until when."""
+class Tombstones:
+    """How identities ended here, bounded in number and time: the oldest make room."""
 
-    cause: Cause
-    unclaimed: bool
-    expires_ns: int
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._graves: OrderedDict[Identity, tuple[Cause, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graves)
+
+    def get(self, identity: Identity) -> Cause | None:
+        """How it ended; None when that is not remembered."""
+        grave = self._graves.get(identity)
+        return grave[0] if grave is not None else None
+
+    def bury(self, identity: Identity, cause: Cause, expires_ns: int) -> None:
+        """Remember it until then."""
+        self._graves[identity] = (cause, expires_ns)
+        self._graves.move_to_end(identity)
+        while len(self._graves) > self._limit:
+            self._graves.popitem(last=False)
+
+    def expire(self, now_ns: int) -> int | None:
+        """Drop those whose time is over; returns when the next one's is."""
+        while self._graves:
+            identity, (_, expires_ns) = next(iter(self._graves.items()))
+            if expires_ns > now_ns:
+                return expires_ns
+            del self._graves[identity]
+        return None
 
 
 class Tables:
-    """Requests by both names, lives by external id, unclaimed frames and tombstones. Used under the runtime's lock."""
+    """Requests by both names, lives by external id, unclaimed frames and tombstones. Used under the runtime's lock.
+
+    Identities that were turned away unclaimed have tombstones of their own: a flood of them must not push out the others.
+    """
 
     def __init__(self, tombstones_max: int) -> None:
         self.by_internal: dict[str, Request] = {}
         self.by_identity: dict[Identity, Request] = {}
         self.lives: dict[str, deque[Request]] = {}
         self.unclaimed: dict[Identity, Unclaimed] = {}
-        self.tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
-        self._tombstones_max = tombstones_max
+        self.tombstones = Tombstones(tombstones_max)
+        self.turned_away = Tombstones(tombstones_max)
 
     def add(self, request: Request) -> None:
         """Enter a request; a sender queues behind the earlier lives of its external id."""
@@ -126,22 +156,6 @@ class Tables:
         """The request whose receiver still takes frames of this identity."""
         request = self.by_identity.get(identity)
         return request if request and request.receiver and not request.receiver.is_final else None
-
-    def bury(self, identity: Identity, tombstone: Tombstone) -> None:
-        """Leave a tombstone; the oldest make room beyond the bound."""
-        self.tombstones[identity] = tombstone
-        self.tombstones.move_to_end(identity)  # a renewed one expires last
-        while len(self.tombstones) > self._tombstones_max:
-            self.tombstones.popitem(last=False)
-
-    def expire(self, now_ns: int) -> int | None:
-        """Drop the tombstones whose time is over; returns when the next one's is."""
-        while self.tombstones:
-            identity, tombstone = next(iter(self.tombstones.items()))
-            if tombstone.expires_ns > now_ns:
-                return tombstone.expires_ns
-            del self.tombstones[identity]
-        return None
 
     def snapshot(self) -> list[Request]:
         """The requests now, safe to walk while they come and go."""

@@ -38,7 +38,7 @@ _UNKNOWN = Admission(accepted=False, reason="not registered here, or its life is
 class StageRuntime:
     """One stage's end of the protocol: requests, producer state, outbox, inbox, deadlines, cleanup.
 
-    All methods are thread-safe. None but ``collect_feedback`` with a time-out blocks; none does I/O under the lock. The
+    All methods are thread-safe. None but those with a time-out blocks; none does I/O under the lock. The
     steps (``produce_once``, ``put_once``, ``source_once``, ``sink_once``, ``tick_once``) do nothing by themselves:
     `StageThreads` repeats them, tests call them by hand.
 
@@ -127,11 +127,10 @@ class StageRuntime:
         core = self._core
         with core.turn() as turn:
             self._check_free(internal_id, identity)
-            if core.closing:
-                return Admission(accepted=False, reason="shutdown")
-            tombstone = core.tables.tombstones.get(identity)
-            if tombstone is not None and not tombstone.unclaimed:
-                return Admission(accepted=False, reason=f"{identity} has ended here: {tombstone.cause}")
+            refusal = self._refusal(identity)
+            if refusal:
+                return Admission(accepted=False, reason=refusal)
+            turned_away = core.tables.turned_away.get(identity)
             request = Request(internal_id, identity)
             if core.source is not None:
                 request.receiver = ReceiverHalf(receiver_table(), core.source.edge, identity)
@@ -139,9 +138,19 @@ class StageRuntime:
                 request.sender = SenderHalf(sender_table(), core.sink.edge, identity, core.config.retries)
             core.tables.add(request)
             self._begin(turn, request)
-            if tombstone is not None and request.receiver is not None:
-                core.receiver_moved(turn, request, request.receiver.on_unclaimed(tombstone.cause))
+            if turned_away is not None and request.receiver is not None:
+                core.receiver_moved(turn, request, request.receiver.on_unclaimed(turned_away))
             return ACCEPTED
+
+    def _refusal(self, identity: Identity) -> str:
+        """Why a life cannot begin here now; empty when it can."""
+        tables, limit = self._core.tables, self.config.requests_max
+        ended = tables.tombstones.get(identity)
+        if ended is not None:
+            return f"{identity} has ended here: {ended}"
+        if len(tables.by_internal) >= limit:
+            return f"{limit} requests are registered, no more are taken"
+        return self._core.closing
 
     def _check_free(self, internal_id: str, identity: Identity) -> None:
         tables = self._core.tables
@@ -198,7 +207,7 @@ class StageRuntime:
             if request is None or half is None:
                 return _UNKNOWN
             if core.closing:
-                return Admission(accepted=False, reason="shutdown")
+                return Admission(accepted=False, reason=core.closing)
             over = core.backlog_bytes > 0 and core.backlog_bytes + nbytes > core.config.backlog_bytes
             if over and half.state is SenderState.ACTIVE:
                 return self._over_backlog(turn, request, half)
@@ -208,7 +217,8 @@ class StageRuntime:
         """Say that the request's output is complete; ``output``, if any, goes into the producer's last call.
 
         A stage that has ended its output needs no more input: its receiver is released, which stops the stage before. The
-        front goes on receiving. A repeated end changes nothing.
+        front goes on receiving, and its end waits in the queue until every stage knows the request. A repeated end changes
+        nothing.
         """
         core = self._core
         nbytes = tree_nbytes(output)
@@ -269,7 +279,7 @@ class StageRuntime:
         """The request that its host leaves; the host need not be told why it ends."""
         request = self._core.tables.by_internal.get(internal_id)
         if request is not None:
-            request.told = True
+            request.host_knows = True
         return request
 
     def _release_receiver(self, turn: Turn, request: Request) -> None:
@@ -402,9 +412,11 @@ class StageRuntime:
                 if request is not None:
                     (self._inbox if edge == inbox_module.EDGE else self._outbox).still_lost(turn, request)
             case ("tombstones",):
-                next_ns = core.tables.expire(core.clock.now_ns())
-                if next_ns is not None:
-                    core.set_timer(turn, ("tombstones",), (next_ns - core.clock.now_ns()) / 1e9)
+                now_ns = core.clock.now_ns()
+                tables = (core.tables.tombstones, core.tables.turned_away)
+                due = [next_ns for table in tables if (next_ns := table.expire(now_ns)) is not None]
+                if due:
+                    core.set_timer(turn, ("tombstones",), (min(due) - now_ns) / 1e9)
             case _:
                 raise AssertionError(key)
 
@@ -421,7 +433,7 @@ class StageRuntime:
                 "lives": sum(len(lives) for lives in core.tables.lives.values()),
                 "staged": sum(len(r.receiver.staged) for r in requests if r.receiver is not None),
                 "unclaimed": len(core.tables.unclaimed),
-                "tombstones": len(core.tables.tombstones),
+                "tombstones": len(core.tables.tombstones) + len(core.tables.turned_away),
                 "ready": len(core.ready),
                 "puts": len(core.puts) + len(core.urgent_puts),
                 "timers": len(core.timers),
@@ -440,29 +452,39 @@ class StageRuntime:
         core = self._core
         cause = Cause(Outcome.CANCELLED, "shutdown", core.clock.now_ns())
         with core.turn() as turn:
-            core.closing = True
+            core.closing = core.closing or "shutdown"
+            for identity in list(core.tables.unclaimed):
+                self._inbox.drop_unclaimed(turn, identity, cause)
             for request in core.tables.snapshot():
-                request.told = True
+                request.host_knows = True
                 if request.receiver is not None:
                     core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
                 if request.sender is not None:
                     core.sender_moved(turn, request, request.sender.on_closed(cause))
 
-    def crash(self, error: Exception) -> None:
-        """A step raised what it never should: report it, fail every request with it, refuse new ones.
+    def crash(self, error: BaseException) -> None:
+        """A step raised what it never should: the stage cannot be trusted any more and dies loudly.
 
-        Called by: the thread whose step it was, which goes on: the ends still have to go out.
+        Every request fails with the error, new ones are refused, and both edges are closed: the peers learn it like a death.
+
+        Called by: the thread whose step it was.
         """
         core = self._core
         cause = Cause(Outcome.ERROR, f"stage {self.config.stage}: {type(error).__name__}: {error}", core.clock.now_ns())
         with core.turn() as turn:
-            core.closing = True
-            core.report_stage(turn, "crashed", cause)
+            core.closing = cause.reason
+            core.report_stage("crashed", cause)
             for request in core.tables.snapshot():
                 half = request.sender or request.receiver
                 if half is not None:
                     core.tell_host(turn, request, half, cause)
-                self._fail(turn, request, cause)
+                if request.receiver is not None:
+                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
+                if request.sender is not None:
+                    core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
+            for connector in (core.source, core.sink):
+                if connector is not None:
+                    turn.later(connector.close)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is left, for ``timeout_s`` seconds at most. Returns whether none is."""
