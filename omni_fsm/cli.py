@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from omni_fsm.protocol.errors import OmniFsmError
 
@@ -55,7 +56,7 @@ def demo(  # noqa: PLR0913 - each is a flag
         )
         report = _with_progress(console, order)
     except OmniFsmError as error:
-        console.print(f"[red]error[/red] {error}", markup=True, highlight=False, soft_wrap=True)
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     wrong = demo_run.as_asked(order, report)
     _show(console, report, wrong)
@@ -95,8 +96,8 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
         outcome = request["outcome"] + (f": {request['reason']}" if request["reason"] else "")
         first = request["first_audio_s"]
         table.add_row(
-            _cut(request["id"]),
-            _cut(outcome),
+            Text(_cut(request["id"])),
+            Text(_cut(outcome)),
             str(request["chunks"]),
             str(request["bytes"]),
             f"{request['audio_s']:.2f}",

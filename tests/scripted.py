@@ -100,8 +100,9 @@ class ScriptedArrival:
 class ScriptedConnector:
     """One end of an edge. ``plan`` holds the outcomes of the puts to come; ``default`` decides the rest."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, *, sends: bool) -> None:
         self.edge = edge
+        self.sends = sends
         self.peer: ScriptedConnector | None = None
         self.plan: deque[Planned] = deque()
         self.default: Planned = STORED
@@ -198,7 +199,7 @@ class ScriptedConnector:
 
 def scripted_pair(edge: Edge) -> tuple[ScriptedConnector, ScriptedConnector]:
     """Two ends that meet: what is stored arrives, what the receiving end says is heard."""
-    sending, receiving = ScriptedConnector(edge), ScriptedConnector(edge)
+    sending, receiving = ScriptedConnector(edge, sends=True), ScriptedConnector(edge, sends=False)
     sending.peer, receiving.peer = receiving, sending
     return sending, receiving
 
@@ -361,17 +362,17 @@ def make_stage(
 
 def sender_only(**options: Any) -> Stage:
     """A stage with an output edge only."""
-    return make_stage(sink=ScriptedConnector(OUT), **options)
+    return make_stage(sink=ScriptedConnector(OUT, sends=True), **options)
 
 
 def receiver_only(**options: Any) -> Stage:
     """A stage with an input edge only."""
-    return make_stage(source=ScriptedConnector(IN), **options)
+    return make_stage(source=ScriptedConnector(IN, sends=False), **options)
 
 
 def middle(**options: Any) -> Stage:
     """A stage with both edges."""
-    return make_stage(source=ScriptedConnector(IN), sink=ScriptedConnector(OUT), **options)
+    return make_stage(source=ScriptedConnector(IN, sends=False), sink=ScriptedConnector(OUT, sends=True), **options)
 
 
 def front(**options: Any) -> Stage:

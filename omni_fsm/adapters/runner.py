@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, Self
 
-from omni_fsm.connectors.port import Connector
+from omni_fsm.connectors.port import Connector, Health
 from omni_fsm.observe import LogObserver
-from omni_fsm.protocol.errors import OmniFsmError
+from omni_fsm.protocol.errors import ConfigError, OmniFsmError
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.runtime import (
     Admission,
@@ -103,7 +103,7 @@ class StageRunnerAdapter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self.shutdown()  # what was accepted and is not out within the grace is reported as marker_lost
 
     # Lifecycle
 
@@ -114,6 +114,10 @@ class StageRunnerAdapter:
     def shutdown(self, grace_s: float | None = None) -> bool:
         """End every request with ``cancelled``, reason ``shutdown``; see `StageThreads.shutdown`."""
         return self._threads.shutdown(grace_s)
+
+    def health(self) -> dict[str, Health]:
+        """How the edges are: ``source`` and ``sink``, whichever the stage has; see `omni_fsm.connectors.Health`."""
+        return self.runtime.health()
 
     @property
     def threads(self) -> StageThreads:
@@ -133,9 +137,14 @@ class StageRunnerAdapter:
             Its internal id in this stage, and its identity, which every stage gets.
 
         Raises:
-            ConfigError: The external id is empty, too long or no text.
+            ConfigError: The external id is empty, too long or no text; or the stage has an input and is no front: requests
+                come to it by its input.
             OmniFsmError: The stage shuts down.
         """
+        if self.runtime.source is not None and not self.runtime.config.front:
+            raise ConfigError(
+                "front", value=False, accepted="True in the config of a stage with an input that opens requests"
+            )
         identity = Identity(external_id, self._generations.next())
         internal_id = f"front-{identity.generation}"
         admission = self.runtime.register(internal_id, identity)

@@ -5,7 +5,17 @@ Start with `omni_fsm.connectors.port`: it is what the runtime needs of a data pl
 
 from omni_fsm.connectors.link import LinkConnector
 from omni_fsm.connectors.memory import MemoryEdge, memory_pair
-from omni_fsm.connectors.port import Connector, Hello
+from omni_fsm.connectors.port import Connector, Health, Hello, HelloMismatchError
 from omni_fsm.connectors.shm import shm_receiver, shm_sender
 
-__all__ = ["Connector", "Hello", "LinkConnector", "MemoryEdge", "memory_pair", "shm_receiver", "shm_sender"]
+__all__ = [
+    "Connector",
+    "Health",
+    "Hello",
+    "HelloMismatchError",
+    "LinkConnector",
+    "MemoryEdge",
+    "memory_pair",
+    "shm_receiver",
+    "shm_sender",
+]

@@ -356,6 +356,11 @@ class LinkConnector:
         """The edge that it serves."""
         return self._hello.edge
 
+    @property
+    def sends(self) -> bool:
+        """Whether this is the sending end."""
+        return self._sends
+
     def hello(self) -> Hello:
         """What this end says and expects."""
         return self._hello

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from omni_fsm.protocol.errors import OmniFsmError
+from omni_fsm.protocol.errors import ConfigError, OmniFsmError
 from omni_fsm.protocol.frames import Cause, Frame
 from omni_fsm.protocol.identity import Edge, Identity
+from omni_fsm.tables import spec_digest
 
 
 class ConnectorClosedError(OmniFsmError):
@@ -38,9 +39,18 @@ class Hello:
     """
 
     edge: Edge
-    spec_digest: str
+    spec_digest: str = field(default_factory=spec_digest)
     mode: str = "chunks"
     version: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no edge.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if not isinstance(self.edge, Edge):
+            raise ConfigError("hello.edge", self.edge, "an Edge")
 
 
 class PutStatus(StrEnum):
@@ -151,6 +161,10 @@ class Connector(Protocol):
     @property
     def edge(self) -> Edge:
         """The edge that it serves."""
+
+    @property
+    def sends(self) -> bool:
+        """Whether this is the sending end."""
 
     def hello(self) -> Hello:
         """What this end says and expects."""

@@ -39,7 +39,13 @@ def order_of(  # noqa: PLR0913 - one for each flag
         raise_at=parse_at("--raise", raise_at, stages, len(questions)),
         kill=kill,
     )
-    asked = [name for name in ("cancel", "cancel_at", "raise_at", "kill") if getattr(faults, name) is not None]
-    if len(asked) + reuse > 1:
+    flags = {
+        "--cancel": faults.cancel,
+        "--cancel-at": faults.cancel_at,
+        "--raise": faults.raise_at,
+        "--kill": faults.kill,
+    }
+    asked = [flag for flag, value in flags.items() if value is not None] + ["--reuse-id"] * reuse
+    if len(asked) > 1:
         raise ConfigError("flags", ", ".join(asked), "one fault a run")
     return Order(out, questions, faults, reuse, REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS)

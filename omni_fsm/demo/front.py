@@ -34,7 +34,6 @@ class Answer:
         sounds: PCM pieces, int16 mono 24 kHz, as bytes.
         first_audio_s: Seconds from submission to the first sound; None before.
         cause: How it ended; None while it is open.
-        opened: Whether every stage knows it.
         cancel_after: How many pieces of sound it gets before the front cancels it; None: all.
     """
 
@@ -47,7 +46,6 @@ class Answer:
     sounds: list[bytes] = field(default_factory=list)
     first_audio_s: float | None = None
     cause: Cause | None = None
-    opened: bool = False
     cancel_after: int | None = None
 
     @property
@@ -82,7 +80,7 @@ class Front:
         self.answers: dict[str, Answer] = {}
 
     def submit(self, index: int, question: str, external_id: str, max_new_tokens: int) -> Answer:
-        """Begin a request: the prompt is one chunk, its end follows when every stage knows the request."""
+        """Begin a request: the prompt is one chunk and its end, which goes out when every stage knows the request."""
         internal_id, identity = self.adapter.open(external_id)
         answer = Answer(index, question, internal_id, identity, time.monotonic())
         answer.cancel_after = CANCEL_AFTER_SOUNDS if self.faults.cancel == index else None
@@ -95,6 +93,7 @@ class Front:
             "generation": identity.generation,
         }
         self.adapter.submit_chunk(internal_id, prompt)
+        self.adapter.end(internal_id)
         self.progress(answer)
         return answer
 
@@ -108,10 +107,6 @@ class Front:
         """Collect answers while ``wanted`` says so."""
         while wanted():
             feedback = self.adapter.collect_feedback(WAIT_S)
-            for internal_id in feedback.opened:
-                if (answer := self.answers.get(internal_id)) is not None:
-                    answer.opened = True
-                    self.adapter.end(internal_id)
             for internal_id, cause in feedback.failed.items():
                 if (answer := self.answers.get(internal_id)) is not None:
                     self.adapter.release(internal_id)

@@ -10,7 +10,6 @@ import msgspec
 from omni_fsm.connectors import Connector, Hello, shm_receiver, shm_sender
 from omni_fsm.protocol.identity import Edge
 from omni_fsm.runtime import StageConfig
-from omni_fsm.tables import spec_digest
 
 
 class Ends(NamedTuple):
@@ -45,10 +44,9 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         at = self.ring.index(stage)
         before, after = self.ring[at - 1 if at else -2], self.ring[at + 1]
-        digest = spec_digest()
         return Ends(
-            source=shm_receiver(Hello(Edge(before, stage), digest), directory),
-            sink=shm_sender(Hello(Edge(stage, after), digest), directory),
+            source=shm_receiver(Hello(Edge(before, stage)), directory),
+            sink=shm_sender(Hello(Edge(stage, after)), directory),
         )
 
 

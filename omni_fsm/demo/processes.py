@@ -1,5 +1,6 @@
 """The stages' processes, as the front sees them."""
 
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from omni_fsm.demo.faults import Faults
 from omni_fsm.demo.stage_process import Command, Plan
 from omni_fsm.protocol.errors import OmniFsmError
 
+START_S = 120.0
 EXIT_S = 15.0
 
 
@@ -38,17 +40,23 @@ class StageProcess:
 
     def _tell(self, message: bytes) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.write(message.decode() + "\n")
-            self._process.stdin.flush()
+            try:
+                self._process.stdin.write(message.decode() + "\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                raise StageDiedError(self.stage, self._process.wait()) from None
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, within_s: float) -> dict[str, Any]:
         """The next thing it says.
 
         Raises:
-            StageDiedError: It is gone.
+            StageDiedError: It is gone, or says nothing in time.
         """
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        output = self._process.stdout
+        heard = output is not None and select.select([output], [], [], within_s)[0]
+        line = output.readline() if output is not None and heard else ""
         if not line:
+            self._process.kill()
             raise StageDiedError(self.stage, self._process.wait())
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
@@ -86,7 +94,7 @@ def stage_processes(stages: list[str], directory: Path, faults: Faults) -> Itera
         for stage in stages:
             processes[stage] = StageProcess(Plan(stage, str(directory), faults))
         for process in processes.values():
-            process.answer()
+            process.answer(START_S)
         yield processes
     finally:
         for process in processes.values():

@@ -22,6 +22,7 @@ from omni_fsm.demo.thinker_model import Thinker
 from omni_fsm.demo.wav import audio_s, pcm_sha256, write_wav
 from omni_fsm.protocol.frames import Outcome
 
+REPORT_S = 60.0
 REUSED_LIVES = 100
 REUSED_MAX_NEW_TOKENS = 12
 
@@ -127,7 +128,7 @@ def _reports(front: Front, processes: dict[str, StageProcess]) -> dict[str, dict
         if not process.killed:
             process.ask()
     reports: dict[str, dict[str, Any] | None] = {
-        stage: None if process.killed else process.answer() for stage, process in processes.items()
+        stage: None if process.killed else process.answer(REPORT_S) for stage, process in processes.items()
     }
     front.adapter.collect_feedback()
     reports["front"] = {

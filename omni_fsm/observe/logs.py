@@ -18,6 +18,7 @@ def stage_logger(stage: str) -> Any:
         processors=[
             structlog.stdlib.filter_by_level,
             structlog.stdlib.add_log_level,
+            structlog.processors.format_exc_info,
             structlog.processors.KeyValueRenderer(key_order=["event", "edge", "external_id", "generation", "seq"]),
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
@@ -53,6 +54,7 @@ class LogObserver:
             after=str(transition.after),
             effects=[str(effect) for effect in transition.effects],
             ignored=transition.ignored,
+            cause=str(transition.cause) if transition.cause is not None else None,
         )
 
     def on_failure(self, failure: Failure) -> None:
@@ -68,3 +70,5 @@ class LogObserver:
             outcome=str(failure.cause.outcome),
             reason=failure.cause.reason,
         )
+        if failure.exception is not None:
+            self._log.debug(f"{failure.machine}.{failure.what}.traceback", exc_info=failure.exception)

@@ -19,7 +19,7 @@ class FrameKind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a stream ended. The last two come with a reason."""
+    """How a stream ended. All but ``ok`` come with a reason."""
 
     OK = "ok"
     ERROR = "error"

@@ -19,7 +19,9 @@ class StageConfig:
 
     Attributes:
         stage: Name of the stage, as its edges name it.
-        front: Whether requests begin and end here: its sender's loss fails its receiver instead of cancelling it.
+        front: Whether requests begin and end here: the stage that talks to the clients, at both ends of the pipeline. Its
+            ``end`` ends the prompt and goes on receiving (any other stage's ``end`` releases its input), and waits until every
+            stage knows the request; and what its sender loses fails its receiver instead of cancelling it.
         input_wait_s: Stall time in seconds after which a waiting receiver fails. None: the environment variable
             ``OMNI_FSM_INPUT_WAIT_TIMEOUT_S``, or 600. 0 turns it off, with a warning.
         send_stall_s: Seconds that a frame may find the connector busy before it is given up. None: as ``input_wait_s``.
@@ -68,6 +70,8 @@ class StageConfig:
         wait = self._resolved_input_wait()
         object.__setattr__(self, "input_wait_s", wait)
         object.__setattr__(self, "send_stall_s", wait if self.send_stall_s is None else self.send_stall_s)
+        if not isinstance(self.front, bool):
+            raise ConfigError("front", self.front, "a bool")
         for setting in fields(self):
             self._check(setting.name, getattr(self, setting.name))
         if wait == 0:

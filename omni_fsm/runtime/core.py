@@ -100,7 +100,7 @@ class StageCore:
         except Exception as error:  # noqa: BLE001 - reported: a hook must not take the I/O thread with it
             name = getattr(call, "__qualname__", repr(call))
             cause = Cause(Outcome.ERROR, f"{name} raised {type(error).__name__}: {error}", self.clock.now_ns())
-            failure = Failure("hook_raised", "stage", None, "", None, cause)
+            failure = Failure("hook_raised", "stage", None, "", None, cause, exception=error)
             others = [observer for observer in self.observers if getattr(call, "__self__", None) is not observer]
             for observer in others:
                 _tell_last(observer, failure)
@@ -417,9 +417,10 @@ class StageCore:
 
     def report(self, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
         """Tell the observers of a failure."""
-        self._report_all(
-            Failure(what, half.table.machine, half.edge, request.internal_id, request.identity, cause, half.next_seq),
-        )
+        machine, raised = half.table.machine, request.exception
+        request.exception = None  # it holds the producer's frames
+        failure = Failure(what, machine, half.edge, request.internal_id, request.identity, cause, half.next_seq, raised)
+        self._report_all(failure)
 
     def report_edge(self, connector: Connector | None, cause: Cause) -> None:
         """Tell the observers that an edge failed as a whole."""

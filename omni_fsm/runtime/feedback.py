@@ -60,7 +60,8 @@ class Feedback:
 
     Attributes:
         registered: Requests registered because the host accepted an offer: internal id to identity.
-        ready: Requests with something to take. Listed again after a take that left more.
+        ready: Requests to take from. Listed again after a take that left more; the frame may be gone by then (taken before, or
+            the request has ended), and ``take`` says so.
         opened: Requests that every stage before this one knows; at the front: the whole pipeline.
         input_ended: Requests whose whole input was consumed, ``end(ok)`` included.
         output_ended: Requests whose sender is over: its end is out, or can never be.

@@ -222,9 +222,8 @@ class Inbox:
             admission = Admission(accepted=False, reason=str(error))
         with self.core.turn() as turn:
             if admission.accepted:
-                self.core.feedback.registered[internal_id] = identity
-                self.core.woken(turn)
-            elif self.core.closing:
+                return
+            if self.core.closing:
                 self.drop_unclaimed(
                     turn, identity, Cause(Outcome.CANCELLED, admission.reason, self.core.clock.now_ns())
                 )

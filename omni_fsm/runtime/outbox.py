@@ -66,6 +66,7 @@ class Outbox:
             body = None if payload is None else encode(payload)
         except BaseException as error:  # noqa: BLE001 - becomes an event: the request ends with the producer's own words
             cause = Cause(Outcome.ERROR, f"{type(error).__name__}: {error}", core.clock.now_ns())
+            request.exception = error
         with core.turn() as turn:
             request.producing = False
             was_final = half.is_final
@@ -177,7 +178,8 @@ class Outbox:
         stall_s = core.config.send_stall_s or 0.0
         left_s = stall_s - (now_ns - request.busy_since_ns) / 1e9
         if stall_s and left_s <= 0:
-            cause = Cause(Outcome.ERROR, f"send_stall: no credit or room for {stall_s:g} s", now_ns)
+            missing = "credit or room" if core.sink is not None and core.sink.health().connected else "peer"
+            cause = Cause(Outcome.ERROR, f"send_stall: no {missing} for {stall_s:g} s", now_ns)
             request.busy_key = None
             core.sender_moved(turn, request, half.on_given_up(cause))
             return

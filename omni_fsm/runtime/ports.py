@@ -59,7 +59,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer to an offer: nobody here wants it; its sender is stopped with this reason."""
+    """Answer to an offer: nobody here wants it; its sender is stopped with this reason, as an error."""
 
     reason: str = "unclaimed"
 
@@ -182,6 +182,7 @@ class Failure:
         identity: External id and generation, or None.
         cause: Why.
         seq: The next seq of the half, or -1.
+        exception: What was raised here, with its traceback, if that is the cause.
     """
 
     what: str
@@ -191,6 +192,7 @@ class Failure:
     identity: Identity | None
     cause: Cause
     seq: int = -1
+    exception: BaseException | None = None
 
 
 class Observer(Protocol):

@@ -32,6 +32,7 @@ class Request:
         producing: Whether its producer runs now: a successor does not open before that has returned.
         host_knows: Whether the host was told why it ends, or has ended it itself.
         reported: Whether the observers were told.
+        exception: What its producer raised, for the report.
     """
 
     internal_id: str
@@ -50,6 +51,7 @@ class Request:
     producing: bool = False
     host_knows: bool = False
     reported: bool = False
+    exception: BaseException | None = None
 
     @property
     def is_over(self) -> bool:

@@ -1,9 +1,10 @@
 """A stage's runtime: what a runner and a scheduler call, and the steps that threads repeat."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from omni_fsm.connectors.port import Connector
+from omni_fsm.connectors.port import Connector, Health
 from omni_fsm.payload import tree_nbytes
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Cause, Outcome
@@ -70,10 +71,10 @@ class StageRuntime:
     ) -> None:
         if source is None and sink is None:
             raise ConfigError("source, sink", None, "a connector for at least one edge")
-        if source is not None and source.edge.to_stage != config.stage:
-            raise ConfigError("source.edge", str(source.edge), f"an edge to {config.stage}")
-        if sink is not None and sink.edge.from_stage != config.stage:
-            raise ConfigError("sink.edge", str(sink.edge), f"an edge from {config.stage}")
+        if source is not None and (source.sends or source.edge.to_stage != config.stage):
+            raise ConfigError("source", _end_name(source), f"the receiving end of an edge to {config.stage}")
+        if sink is not None and (not sink.sends or sink.edge.from_stage != config.stage):
+            raise ConfigError("sink", _end_name(sink), f"the sending end of an edge from {config.stage}")
         self.config = config
         self._core = StageCore(
             config,
@@ -85,7 +86,7 @@ class StageRuntime:
             observers=tuple(observers),
         )
         self._outbox = Outbox(self._core, producer)
-        self._inbox = Inbox(self._core, self.register)
+        self._inbox = Inbox(self._core, partial(self._register, offered=True))
 
     @property
     def source(self) -> Connector | None:
@@ -124,6 +125,9 @@ class StageRuntime:
         Raises:
             ConfigError: The internal id is empty or in use, or the identity is registered under another one.
         """
+        return self._register(internal_id, identity, offered=False)
+
+    def _register(self, internal_id: str, identity: Identity, *, offered: bool) -> Admission:
         core = self._core
         with core.turn() as turn:
             self._check_free(internal_id, identity)
@@ -137,6 +141,9 @@ class StageRuntime:
             if core.sink is not None:
                 request.sender = SenderHalf(sender_table(), core.sink.edge, identity, core.config.retries)
             core.tables.add(request)
+            if offered:
+                core.feedback.registered[internal_id] = identity
+                core.woken(turn)
             self._begin(turn, request)
             if turned_away is not None and request.receiver is not None:
                 core.receiver_moved(turn, request, request.receiver.on_unclaimed(turned_away))
@@ -156,6 +163,8 @@ class StageRuntime:
         tables = self._core.tables
         if not isinstance(internal_id, str) or not internal_id:
             raise ConfigError("internal_id", internal_id, "a str that is not empty")
+        if not isinstance(identity, Identity):
+            raise ConfigError("identity", identity, "an Identity")
         if internal_id in tables.by_internal:
             raise ConfigError("internal_id", internal_id, "an id that is not in use in this stage")
         if identity in tables.by_identity:
@@ -442,9 +451,8 @@ class StageRuntime:
                 "state": len(core.state),
                 "feedback": sum(len(getattr(core.feedback, name)) for name in Feedback.__slots__),
             }
-        for role, connector in ((inbox_module.EDGE, core.source), (outbox_module.EDGE, core.sink)):
-            if connector is not None:
-                held |= {f"{role}.{name}": count for name, count in connector.health().entries.items()}
+        for role, health in self.health().items():
+            held |= {f"{role}.{name}": count for name, count in health.entries.items()}
         return held
 
     def begin_shutdown(self) -> None:
@@ -486,11 +494,30 @@ class StageRuntime:
                 if connector is not None:
                     turn.later(connector.close)
 
+    def abandon(self, grace_s: float) -> None:
+        """The grace of a shutdown is over: report each request whose end did not go out."""
+        core = self._core
+        reason = f"shutdown: its end was not out within {grace_s:g} s"
+        cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
+        with core.turn():
+            for request in core.tables.snapshot():
+                if request.sender is not None and not request.sender.is_final:
+                    core.report("marker_lost", request, request.sender, cause)
+
+    def health(self) -> dict[str, Health]:
+        """How the edges are, by role: ``source`` and ``sink``."""
+        ends = {inbox_module.EDGE: self.source, outbox_module.EDGE: self.sink}
+        return {role: end.health() for role, end in ends.items() if end is not None}
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is left, for ``timeout_s`` seconds at most. Returns whether none is."""
         core = self._core
         with core.lock:
             return core.feedback_came.wait_for(lambda: not core.tables.by_internal, timeout_s)
+
+
+def _end_name(connector: Connector) -> str:
+    return f"the {'sending' if connector.sends else 'receiving'} end of {connector.edge}"
 
 
 def _taken(staged: Staged | None, moved: ReceiverMoved, cause: Cause | None) -> Taken:

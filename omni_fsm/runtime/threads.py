@@ -120,7 +120,10 @@ class StageThreads:
                 return self.runtime.wait_idle(0.0)
             self._over = True
             self.runtime.begin_shutdown()
-            flushed = self.runtime.wait_idle(self.runtime.config.shutdown_grace_s if grace_s is None else grace_s)
+            grace_s = self.runtime.config.shutdown_grace_s if grace_s is None else grace_s
+            flushed = self.runtime.wait_idle(grace_s)
+            if not flushed:
+                self.runtime.abandon(grace_s)
             self._halt()
             for thread in (*self._threads, *self._workers.stop()):
                 thread.join(_JOIN_S)

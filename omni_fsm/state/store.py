@@ -130,8 +130,6 @@ class StateStore:
             ConfigError: The namespace is empty or not a str.
             StateRetiredError: The generation does not own the state, or lost it while the factory ran.
             MixedStateError: A legacy producer stores raw entries for this request.
-
-        Source: requirement B1, B2.
         """
         if not isinstance(namespace, str) or not namespace:
             raise ConfigError("namespace", namespace, "a str that is not empty")
