@@ -5,7 +5,6 @@ hooks, observers) runs once the lock is free. `Turn` is that: the lock, and the 
 """
 
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -13,14 +12,14 @@ from typing import Any, Self, assert_never
 
 from omni_fsm.connectors.port import Connector
 from omni_fsm.protocol.frames import Cause, Outcome
-from omni_fsm.protocol.half import Moved
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import ReceiverEffect, SenderEffect, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved
 from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.feedback import Feedback
-from omni_fsm.runtime.ports import Clock, Failure, Observer, StageHost, Transition, Wakeups
+from omni_fsm.runtime.ports import Clock, Observer, StageHost, Wakeups
+from omni_fsm.runtime.reports import Reports
 from omni_fsm.runtime.requests import Request, Tables
 from omni_fsm.runtime.timers import Timers
 from omni_fsm.state import Owner, StateStore
@@ -47,8 +46,8 @@ class Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._core.lock.release()
         for call, args, kwargs in self._after:
-            self._core.guarded(call, *args, **kwargs)
-        self._core.tell_observers()
+            self._core.reports.guarded(call, *args, **kwargs)
+        self._core.reports.tell()
 
 
 class StageCore:
@@ -71,7 +70,7 @@ class StageCore:
         self.host = host
         self.clock = clock
         self.wakeups = wakeups
-        self.observers = observers
+        self.reports = Reports(observers, clock)
         self.lock = threading.RLock()
         self.tables = Tables(config.tombstones_max)
         self.timers = Timers()
@@ -86,36 +85,10 @@ class StageCore:
         self.lost: dict[str, Cause] = {}  # by edge role: why the peer is gone, while it is
         self.losses = 0  # how often the output edge lost its peer: tells a put that it happened meanwhile
         self.closing = ""  # why new work is refused, once it is
-        self._untold: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._telling = threading.Lock()
 
     def turn(self) -> Turn:
         """Enter the lock: ``with core.turn() as turn``."""
         return Turn(self)
-
-    def guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Run a connector call, hook or observer; what it raises is reported, and the stage goes on."""
-        try:
-            call(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - reported: a hook must not take the I/O thread with it
-            name = getattr(call, "__qualname__", repr(call))
-            cause = Cause(Outcome.ERROR, f"{name} raised {type(error).__name__}: {error}", self.clock.now_ns())
-            failure = Failure("hook_raised", "stage", None, "", None, cause, exception=error)
-            others = [observer for observer in self.observers if getattr(call, "__self__", None) is not observer]
-            for observer in others:
-                _tell_last(observer, failure)
-            if not others:
-                traceback.print_exc()  # nobody else is left to tell
-
-    def tell_observers(self) -> None:
-        """Give the observers what happened, in the order in which it happened, whichever threads it happened on."""
-        while self._untold and self._telling.acquire(blocking=False):
-            try:
-                while self._untold:
-                    call, event = self._untold.popleft()
-                    self.guarded(call, event)
-            finally:
-                self._telling.release()
 
     # Halves
 
@@ -124,7 +97,7 @@ class StageCore:
         half = request.sender
         if half is None:
             raise AssertionError(request)
-        self._observe(request, half, moved, half.next_seq)
+        self.reports.transition(request, half, moved)
         for effect in moved.effects:
             self._do_for_sender(turn, request, half, effect)
         self._count_backlog(turn, request, half)
@@ -141,7 +114,7 @@ class StageCore:
         half = request.receiver
         if half is None:
             raise AssertionError(request)
-        self._observe(request, half, moved, half.next_seq)
+        self.reports.transition(request, half, moved)
         for effect in moved.effects:
             self._do_for_receiver(turn, request, half, effect)
         key = ("deadline", request.identity)
@@ -163,7 +136,7 @@ class StageCore:
             case SenderEffect.REPORT_MARKER_LOST:
                 self.feedback.marker_lost[request.internal_id] = cause_of(half)
                 self.woken(turn)
-                self.report("marker_lost", request, half, cause_of(half))
+                self.reports.failure("marker_lost", request, half, cause_of(half))
             case SenderEffect.RELEASE:
                 self.state.release(request.identity)
                 if self.sink is not None:
@@ -271,7 +244,7 @@ class StageCore:
 
     def begin_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
         """Take a head that needs no producer and queue its frame."""
-        self._observe(request, half, half.on_task_begun(), half.next_seq)
+        self.reports.transition(request, half, half.on_task_begun())
         self.queue_put(turn, request, half)
 
     def queue_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
@@ -403,7 +376,7 @@ class StageCore:
         """Record, once per request and under its internal id, why it ends early; a host that ended it itself knows."""
         if not request.reported:
             request.reported = True
-            self.report("failed", request, half, cause)
+            self.reports.failure("failed", request, half, cause)
         if not request.host_knows:
             request.host_knows = True
             self.feedback.ready.pop(request.internal_id, None)
@@ -414,57 +387,6 @@ class StageCore:
         """There is feedback to collect."""
         self.feedback_came.notify_all()
         turn.later(self.host.feedback_ready)
-
-    def report(self, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
-        """Tell the observers of a failure."""
-        machine, raised = half.table.machine, request.exception
-        request.exception = None  # it holds the producer's frames
-        failure = Failure(what, machine, half.edge, request.internal_id, request.identity, cause, half.next_seq, raised)
-        self._report_all(failure)
-
-    def report_edge(self, connector: Connector | None, cause: Cause) -> None:
-        """Tell the observers that an edge failed as a whole."""
-        self._report_all(Failure("edge", "connector", connector.edge if connector else None, "", None, cause))
-
-    def report_stage(self, what: str, cause: Cause) -> None:
-        """Tell the observers that the stage failed as a whole."""
-        self._report_all(Failure(what, "stage", None, "", None, cause))
-
-    def _report_all(self, failure: Failure) -> None:
-        self._untold.extend((observer.on_failure, failure) for observer in self.observers)
-
-    def _observe(
-        self,
-        request: Request,
-        half: SenderHalf | ReceiverHalf,
-        moved: Moved[Any, Any, Any],
-        seq: int,
-    ) -> None:
-        if not self.observers:
-            return
-        transition = Transition(
-            machine=half.table.machine,
-            edge=half.edge,
-            internal_id=request.internal_id,
-            identity=request.identity,
-            seq=seq,
-            event=moved.event,
-            before=moved.before,
-            after=moved.after,
-            effects=moved.effects,
-            ignored=moved.ignored,
-            cause=half.cause,
-            at_ns=self.clock.now_ns(),
-        )
-        self._untold.extend((observer.on_transition, transition) for observer in self.observers)
-
-
-def _tell_last(observer: Observer, failure: Failure) -> None:
-    """Report a raise to an observer that was not its cause. One that raises too is printed: nobody is left to tell."""
-    try:
-        observer.on_failure(failure)
-    except Exception:  # noqa: BLE001 - see above
-        traceback.print_exc()
 
 
 def cause_of(half: SenderHalf | ReceiverHalf) -> Cause:

@@ -242,7 +242,7 @@ class Inbox:
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
                 case EdgeRefused(error):
-                    core.report_edge(core.source, self._cause(str(error)))
+                    core.reports.edge_failure(core.source, self._cause(str(error)))
                     self._peer_lost(turn, str(error))
                 case Stopped() | CreditReturned() | RoomReturned():
                     raise AssertionError(signal)
@@ -274,7 +274,7 @@ class Inbox:
     def _report_edge(self, error: RemoteProtocolError) -> None:
         source = self.core.source
         with self.core.turn():
-            self.core.report_edge(source, self._cause(str(error)))
+            self.core.reports.edge_failure(source, self._cause(str(error)))
 
 
 def stop_of(cause: Cause) -> Cause:

@@ -215,7 +215,7 @@ class Outbox:
                 case PeerLost(reason):
                     self._peer_lost(turn, reason)
                 case EdgeRefused(error):
-                    core.report_edge(core.sink, Cause(Outcome.ERROR, str(error), core.clock.now_ns()))
+                    core.reports.edge_failure(core.sink, Cause(Outcome.ERROR, str(error), core.clock.now_ns()))
                     self._peer_lost(turn, str(error))
 
     def _with_sender(self, turn: Turn, identity: Identity, happening: Callable[[SenderHalf], SenderMoved]) -> None:

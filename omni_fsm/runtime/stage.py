@@ -1,7 +1,6 @@
 """A stage's runtime: what a runner and a scheduler call, and the steps that threads repeat."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from omni_fsm.connectors.port import Connector, Health
@@ -10,14 +9,16 @@ from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import ReceiverState, SenderState
-from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved, Staged
+from omni_fsm.protocol.receiver import ReceiverMoved, Staged
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved
 from omni_fsm.runtime import inbox as inbox_module
 from omni_fsm.runtime import outbox as outbox_module
 from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.ending import Ending
 from omni_fsm.runtime.feedback import ACCEPTED, GONE, NOT_YET, Admission, Feedback, Taken, TakenKind
 from omni_fsm.runtime.inbox import Inbox
+from omni_fsm.runtime.intake import Intake
 from omni_fsm.runtime.outbox import Outbox
 from omni_fsm.runtime.ports import (
     Clock,
@@ -31,7 +32,6 @@ from omni_fsm.runtime.ports import (
 )
 from omni_fsm.runtime.requests import Request
 from omni_fsm.state import RawPayloads, StateView
-from omni_fsm.tables import receiver_table, sender_table
 
 _UNKNOWN = Admission(accepted=False, reason="not registered here, or its life is over")
 
@@ -86,7 +86,9 @@ class StageRuntime:
             observers=tuple(observers),
         )
         self._outbox = Outbox(self._core, producer)
-        self._inbox = Inbox(self._core, partial(self._register, offered=True))
+        self._inbox = Inbox(self._core, self._register_offered)
+        self._intake = Intake(self._core, self._inbox)
+        self._ending = Ending(self._core, self._inbox)
 
     @property
     def source(self) -> Connector | None:
@@ -125,73 +127,10 @@ class StageRuntime:
         Raises:
             ConfigError: The internal id is empty or in use, or the identity is registered under another one.
         """
-        return self._register(internal_id, identity, offered=False)
+        return self._intake.register(internal_id, identity, offered=False)
 
-    def _register(self, internal_id: str, identity: Identity, *, offered: bool) -> Admission:
-        core = self._core
-        with core.turn() as turn:
-            self._check_free(internal_id, identity)
-            refusal = self._refusal(identity)
-            if refusal:
-                return Admission(accepted=False, reason=refusal)
-            turned_away = core.tables.turned_away.get(identity)
-            request = Request(internal_id, identity)
-            if core.source is not None:
-                request.receiver = ReceiverHalf(receiver_table(), core.source.edge, identity)
-            if core.sink is not None:
-                request.sender = SenderHalf(sender_table(), core.sink.edge, identity, core.config.retries)
-            core.tables.add(request)
-            if offered:
-                core.feedback.registered[internal_id] = identity
-                core.woken(turn)
-            self._begin(turn, request)
-            if turned_away is not None and request.receiver is not None:
-                core.receiver_moved(turn, request, request.receiver.on_unclaimed(turned_away))
-            return ACCEPTED
-
-    def _refusal(self, identity: Identity) -> str:
-        """Why a life cannot begin here now; empty when it can."""
-        tables, limit = self._core.tables, self.config.requests_max
-        ended = tables.tombstones.get(identity)
-        if ended is not None:
-            return f"{identity} has ended here: {ended}"
-        if len(tables.by_internal) >= limit:
-            return f"{limit} requests are registered, no more are taken"
-        return self._core.closing
-
-    def _check_free(self, internal_id: str, identity: Identity) -> None:
-        tables = self._core.tables
-        if not isinstance(internal_id, str) or not internal_id:
-            raise ConfigError("internal_id", internal_id, "a str that is not empty")
-        if not isinstance(identity, Identity):
-            raise ConfigError("identity", identity, "an Identity")
-        if internal_id in tables.by_internal:
-            raise ConfigError("internal_id", internal_id, "an id that is not in use in this stage")
-        if identity in tables.by_identity:
-            held = tables.by_identity[identity].internal_id
-            raise ConfigError("identity", str(identity), f"a life that is not registered (it is, as {held!r})")
-
-    def _begin(self, turn: Turn, request: Request) -> None:
-        """Start both halves: the clock of the receiver with what came before it, the sender behind its predecessor."""
-        core = self._core
-        identity = request.identity
-        if request.sender is not None:
-            owner = core.tables.owner(request)
-            if owner is request:
-                core.open_life(turn, request)
-            else:
-                core.release_for_successor(turn, owner)
-        waiting = core.tables.unclaimed.pop(identity, None)
-        core.timers.cancel(("unclaimed", identity))
-        if request.receiver is not None and core.config.input_wait_s:
-            core.set_timer(turn, ("deadline", identity), core.config.input_wait_s)
-        for held in waiting.frames if waiting else ():
-            self._inbox.feed(turn, request, held)
-        if waiting and waiting.orphaned and request.receiver is not None:
-            lost = Cause(Outcome.ERROR, "peer_lost", core.clock.now_ns())
-            core.receiver_moved(turn, request, request.receiver.on_peer_lost(lost))
-        for edge in core.lost:
-            core.await_peer(turn, edge, request)
+    def _register_offered(self, internal_id: str, identity: Identity) -> Admission:
+        return self._intake.register(internal_id, identity, offered=True)
 
     # What the runner says
 
@@ -457,52 +396,15 @@ class StageRuntime:
 
     def begin_shutdown(self) -> None:
         """Refuse new work and end every request with ``cancelled``, reason ``shutdown``. The ends still have to flush."""
-        core = self._core
-        cause = Cause(Outcome.CANCELLED, "shutdown", core.clock.now_ns())
-        with core.turn() as turn:
-            core.closing = core.closing or "shutdown"
-            for identity in list(core.tables.unclaimed):
-                self._inbox.drop_unclaimed(turn, identity, cause)
-            for request in core.tables.snapshot():
-                request.host_knows = True
-                if request.receiver is not None:
-                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
-                if request.sender is not None:
-                    core.sender_moved(turn, request, request.sender.on_closed(cause))
-
-    def crash(self, error: BaseException) -> None:
-        """A step raised what it never should: the stage cannot be trusted any more and dies loudly.
-
-        Every request fails with the error, new ones are refused, and both edges are closed: the peers learn it like a death.
-
-        Called by: the thread whose step it was.
-        """
-        core = self._core
-        cause = Cause(Outcome.ERROR, f"stage {self.config.stage}: {type(error).__name__}: {error}", core.clock.now_ns())
-        with core.turn() as turn:
-            core.closing = cause.reason
-            core.report_stage("crashed", cause)
-            for request in core.tables.snapshot():
-                half = request.sender or request.receiver
-                if half is not None:
-                    core.tell_host(turn, request, half, cause)
-                if request.receiver is not None:
-                    core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
-                if request.sender is not None:
-                    core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
-            for connector in (core.source, core.sink):
-                if connector is not None:
-                    turn.later(connector.close)
+        self._ending.begin_shutdown()
 
     def abandon(self, grace_s: float) -> None:
         """The grace of a shutdown is over: report each request whose end did not go out."""
-        core = self._core
-        reason = f"shutdown: its end was not out within {grace_s:g} s"
-        cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
-        with core.turn():
-            for request in core.tables.snapshot():
-                if request.sender is not None and not request.sender.is_final:
-                    core.report("marker_lost", request, request.sender, cause)
+        self._ending.abandon(grace_s)
+
+    def crash(self, error: BaseException) -> None:
+        """A step raised what it never should; see `Ending.crash`. Called by: the thread whose step it was."""
+        self._ending.crash(error)
 
     def health(self) -> dict[str, Health]:
         """How the edges are, by role: ``source`` and ``sink``."""
