@@ -90,7 +90,7 @@ def test_kill_9_fails_every_open_request_also_one_that_no_later_stage_had_heard_
     for request in report["requests"]:
         if request in open_at_kill:
             assert (request["outcome"], request["reason"]) == ("error", "peer_lost")
-            assert request["terminal_latency_ms"] < 2_000
+            assert 0 <= request["after_kill_ms"] < 2_000
         else:
             assert (request["outcome"], request["pcm_identical"]) == OK
 

@@ -1,6 +1,8 @@
 """The README tells the truth: its example runs, prints what it says, and fails as it says."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ from omni_fsm.adapters import StageRunnerAdapter
 from omni_fsm.connectors import Hello, memory_pair
 from omni_fsm.protocol import Edge, LocalProtocolError
 from omni_fsm.runtime import StageConfig
-from omni_fsm.tables import spec_digest
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_example_runs_and_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = python_blocks(README)
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - the README is ours
     printed = capsys.readouterr().out.strip()
@@ -24,8 +31,30 @@ def test_the_example_runs_and_prints_what_the_readme_says(capsys: pytest.Capture
     assert f"It prints `{printed}`." in README
 
 
+@pytest.mark.parametrize(
+    ("block", "printed"),
+    [(0, "[6, 6] ok"), (1, "got (25, 1024)\n" * 3), (2, ""), (3, "")],
+    ids=["middle", "shm", "host", "logs"],
+)
+def test_the_guide_s_examples_run_and_print_what_it_says(block: int, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", python_blocks(GUIDE)[block]], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, printed.strip()), done.stderr
+    assert all(f"`{line}`" in GUIDE for line in printed.splitlines())
+
+
+def test_every_link_of_the_documents_leads_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "specs" / "FORMAT.md"]
+    links = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert links
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
 def test_a_submit_after_the_own_end_raises_what_the_readme_shows() -> None:
-    sink, source = memory_pair(Hello(Edge("thinker", "talker"), spec_digest()))
+    sink, source = memory_pair(Hello(Edge("thinker", "talker")))
     source.close()  # nobody takes the end: the sender stays where it is
     with StageRunnerAdapter(StageConfig(stage="thinker", shutdown_grace_s=0.0), sink=sink) as thinker:
         request, _ = thinker.open("request/7")
@@ -43,7 +72,7 @@ def test_a_submit_after_the_own_end_raises_what_the_readme_shows() -> None:
 
 
 def test_both_commands_of_the_readme_are_targets_of_the_makefile() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert [
         target for target in ("demo", "test") if f"make {target}" in README and f"\n{target}: setup" in makefile
     ] == [

@@ -1,10 +1,11 @@
 """The stages' processes, as the front sees them."""
 
+import contextlib
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class StageProcess:
 
     def __init__(self, plan: Plan) -> None:
         self.stage = plan.stage
-        self.killed = False
+        self.killed_ns: int | None = None
         command = [sys.executable, "-m", "omni_fsm.demo.stage_process"]
         self._process = subprocess.Popen(  # noqa: S603 - our own program
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -67,16 +68,14 @@ class StageProcess:
 
     def kill(self) -> None:
         """SIGKILL."""
-        self.killed = True
         self._process.kill()
+        self.killed_ns = time.monotonic_ns()
 
     def close(self) -> None:
         """Let it exit, and make sure of it. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it is gone already
                 self._process.stdin.close()  # the end of its input tells it to exit
-            except BrokenPipeError:
-                self.killed = True
         try:
             self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -86,7 +85,7 @@ class StageProcess:
             self._process.stdout.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def stage_processes(stages: list[str], directory: Path, faults: Faults) -> Iterator[dict[str, StageProcess]]:
     """Start every stage; all have loaded their models when this yields, and all have exited when it is left."""
     processes: dict[str, StageProcess] = {}

@@ -23,6 +23,7 @@ from omni_fsm.demo.wav import audio_s, pcm_sha256, write_wav
 from omni_fsm.protocol.frames import Outcome
 
 REPORT_S = 60.0
+KILL_MS = 2_000.0
 REUSED_LIVES = 100
 REUSED_MAX_NEW_TOKENS = 12
 
@@ -93,10 +94,11 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
             answers = _serve(order, front, processes)
             says("waiting until every table is empty")
             reports = _reports(front, processes)
+        killed_ns = next((process.killed_ns for process in processes.values() if process.killed_ns is not None), None)
         left = len(_shared_memory() - before) + len(list(directory.iterdir())) + _own_memfds()
     says("answering the same questions in this one process")
     references = _references(order, answers)
-    return _report(order, pipeline, answers, reports, references, left)
+    return _report(order, pipeline, answers, reports, references, killed_ns, left)
 
 
 def _serve(order: Order, front: Front, processes: dict[str, StageProcess]) -> list[Answer]:
@@ -125,10 +127,11 @@ def _serve_and_kill(order: Order, front: Front, victim: StageProcess) -> list[An
 def _reports(front: Front, processes: dict[str, StageProcess]) -> dict[str, dict[str, Any] | None]:
     """What each stage, and the front, has to tell once it is quiet; None of a killed one."""
     for process in processes.values():
-        if not process.killed:
+        if process.killed_ns is None:
             process.ask()
     reports: dict[str, dict[str, Any] | None] = {
-        stage: None if process.killed else process.answer(REPORT_S) for stage, process in processes.items()
+        stage: None if process.killed_ns is not None else process.answer(REPORT_S)
+        for stage, process in processes.items()
     }
     front.adapter.collect_feedback()
     reports["front"] = {
@@ -161,6 +164,7 @@ def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
     answers: list[Answer],
     reports: dict[str, dict[str, Any] | None],
     references: dict[str, bytes],
+    killed_ns: int | None,
     left: int,
 ) -> dict[str, Any]:
     order.out.mkdir(parents=True, exist_ok=True)
@@ -168,10 +172,10 @@ def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
     requests = []
     for place, answer in enumerate(answers):
         write_wav(order.out / f"{place}.wav", answer.pcm)
-        requests.append(_request_report(answer, reports, references, names))
-    if order.faults.kill is not None:
-        for request in requests:
-            request["thinker_open_at_kill"] = request.pop("open_at_kill")
+        lives = _lives(answer, reports)
+        requests.append(_request_report(answer, lives, references, names))
+        if killed_ns is not None:
+            requests[-1] |= _kill_report(lives, lives.get(pipeline.front), killed_ns)
     return {
         "requests": requests,
         "residue": {name: (report["residue"] if (report := reports[name]) else None) for name in names},
@@ -180,16 +184,31 @@ def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
     }
 
 
-def _request_report(
-    answer: Answer, reports: dict[str, dict[str, Any] | None], references: dict[str, bytes], names: list[str]
-) -> dict[str, Any]:
-    lives = {
+def _lives(answer: Answer, reports: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """What each stage, by name, has to tell of one request."""
+    identity = (answer.identity.external_id, answer.identity.generation)
+    return {
         name: life
-        for name in names
-        if (report := reports[name]) is not None
+        for name, report in reports.items()
+        if report is not None
         for life in report["lives"]
-        if (life["external_id"], life["generation"]) == (answer.identity.external_id, answer.identity.generation)
+        if (life["external_id"], life["generation"]) == identity
     }
+
+
+def _kill_report(lives: dict[str, dict[str, Any]], front: dict[str, Any] | None, killed_ns: int) -> dict[str, Any]:
+    """What a kill did to one request."""
+    is_open = any(life["sender_lost"] or life["receiver_lost"] for life in lives.values())
+    ended_ns = front["arrived_ns"] if front is not None and is_open else 0
+    return {
+        "thinker_open_at_kill": is_open,
+        "after_kill_ms": (ended_ns - killed_ns) / 1e6 if ended_ns else None,
+    }
+
+
+def _request_report(
+    answer: Answer, lives: dict[str, dict[str, Any]], references: dict[str, bytes], names: list[str]
+) -> dict[str, Any]:
     is_ok = _outcome(answer) == Outcome.OK
     return {
         "id": answer.identity.external_id,
@@ -207,7 +226,6 @@ def _request_report(
         "stages": {name: lives[name]["outcome"] for name in names[1:] if name in lives},
         "stopped_after_ms": _stopped_after_ms(lives.get(names[1])),
         "late_forwards": sum(life["late_forwards"] for life in lives.values()),
-        "open_at_kill": any(life["sender_lost"] or life["receiver_lost"] for life in lives.values()),
     }
 
 
@@ -249,6 +267,10 @@ def as_asked(order: Order, report: dict[str, Any]) -> list[str]:
             wrong.append(
                 f"request {place} ended {request['outcome']} ({request['reason']}), not {' or '.join(expected)}"
             )
+        if request.get("thinker_open_at_kill") and (
+            request["reason"] != "peer_lost" or request["after_kill_ms"] > KILL_MS
+        ):
+            wrong.append(f"request {place}: {request['reason']}, {request['after_kill_ms']} ms after the kill")
         if request["pcm_identical"] is False:
             wrong.append(f"request {place} sounds different from the one-process run")
     for name, residue in report["residue"].items():
