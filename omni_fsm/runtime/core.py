@@ -285,6 +285,7 @@ class StageCore:
     def _forget_if_over(self, request: Request) -> None:
         if request.is_over and self.tables.by_internal.get(request.internal_id) is request:
             self.tables.forget(request)
+            self.paused.pop(request.internal_id, None)
             for edge in self.lost:
                 self.timers.cancel(("lost", edge, request.identity))
             self.feedback_came.notify_all()  # whoever waits for the stage to be idle
