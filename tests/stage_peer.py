@@ -26,10 +26,11 @@ def say(*happening: Any) -> None:
     sys.stdout.flush()
 
 
-def send(adapter: StageRunnerAdapter) -> None:
+def send(adapter: StageRunnerAdapter, names: dict[str, str]) -> None:
     for line in sys.stdin:
         external_id, chunks, is_whole = json.loads(line)
         request, _ = adapter.open(external_id)
+        names[request] = external_id
         for number in range(chunks):
             adapter.submit_chunk(request, number)
         if is_whole:
@@ -67,9 +68,11 @@ def main() -> None:
     with adapter:
         say("up")
         if role == "sends":
-            threading.Thread(target=send, args=(adapter,), daemon=True).start()
-            while not stopping.wait(60.0):
-                pass
+            names: dict[str, str] = {}
+            threading.Thread(target=send, args=(adapter, names), daemon=True).start()
+            while not stopping.is_set():
+                for request in adapter.collect_feedback(0.1).output_ended:
+                    say("out", names[request])
         else:
             receive(adapter, stopping)
     say("down")

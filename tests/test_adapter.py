@@ -116,8 +116,8 @@ def test_accept_all_gives_each_request_a_name_of_its_own() -> None:
 
 def test_an_edge_of_another_stage_is_refused_by_name() -> None:
     sending, receiving = memory_pair(Hello(K_EDGE, "digest"))
-    with pytest.raises(ConfigError, match="^source: "):
+    with pytest.raises(ConfigError, match=r"^source: "):
         StageRunnerAdapter(StageConfig(stage="thinker"), source=receiving)
-    with pytest.raises(ConfigError, match="^sink: "):
+    with pytest.raises(ConfigError, match=r"^sink: "):
         StageRunnerAdapter(StageConfig(stage=F_EDGE.from_stage), sink=sending)
     sending.close(), receiving.close()

@@ -109,6 +109,16 @@ def test_nothing_but_an_opening_reaches_a_peer_that_does_not_know_the_life(ledge
     assert len(ledger) == 0
 
 
+def test_a_life_that_is_opened_again_at_a_new_peer_is_known_there_from_its_opening_on(ledger: CreditLedger) -> None:
+    """An opening whose put crossed a restart is put again; what comes after it may follow."""
+    ledger.clear()
+    assert ledger.allows(opening(), 0)
+    assert not put(ledger, 0, 1)  # allowed is not yet stored
+    ledger.count(opening(), 0)
+    assert put(ledger, 0, 1)
+    assert ledger.allows(failed_end(), 0)
+
+
 def test_an_ok_end_uses_credit_like_data(ledger: CreditLedger) -> None:
     end = Frame(EDGE, R1, FrameKind.END, seq=0, cause=Cause(Outcome.OK))
     grant(ledger, 0, 0)

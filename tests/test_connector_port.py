@@ -348,6 +348,28 @@ def test_no_frame_is_given_out_before_its_peer_was_announced(maker: Maker) -> No
     receiver.until(lambda: receiver.frames)
 
 
+def test_a_late_frame_of_an_old_life_never_reaches_a_peer_that_restarted(maker: Maker) -> None:
+    """It would wait for the frames before it, or take a failed end for the whole of a request."""
+    sender, receiver = maker.sender(), maker.receiver()
+    greet(sender, receiver)
+    sender.put(opening())
+    sender.put(data(0))
+    receiver.until(lambda: len(receiver.frames) == 2)
+    receiver.connector.close()
+    sender.until(lambda: sender.seen(PeerLost))
+    receiver = maker.receiver()
+    greet(sender, receiver)
+    ok_end = Frame(EDGE, R1, FrameKind.END, seq=1, cause=Cause(Outcome.OK))
+    for late in (data(1), data(0), ok_end, failed_end()):
+        assert sender.connector.put(late) == BUSY
+    new = Identity("r1", 2)
+    sender.put(opening(new))
+    sender.put(data(0, b"new", new))
+    receiver.until(lambda: len(receiver.frames) == 2)
+    receiver.turn()
+    assert [frame.identity for frame, _ in receiver.frames] == [new, new]
+
+
 ODD_IDS = ["../../etc/passwd", "/", "a\0b", "x" * 4_000, "ünï-中文-🙂", ".", "r1\n#1", "é" * 8_192]
 
 
@@ -463,6 +485,28 @@ def test_notices_are_never_lost_when_the_sender_does_not_read(pair: Pair) -> Non
     stopped = [signal for signal in pair.sender.signals if isinstance(signal, Stopped)]
     assert {signal.identity: signal.cause.reason for signal in stopped} == {i: str(i.generation) for i in identities}
     pair.sender.until(lambda: pair.receiver.connector.health().entries["control"] == 0, pair.receiver)
+
+
+def test_grants_that_overtake_each_other_while_the_edge_is_full_take_nothing_back(pair: Pair) -> None:
+    """Two threads take frames: the grant of the earlier take may come last, and only one waits for the socket."""
+    assert pair.sender.connector.put(opening()) == STORED
+    for seq in range(2):
+        assert pair.sender.connector.put(data(seq)) == STORED
+    pair.receiver.turn()
+    stopped = 0
+    while pair.receiver.connector.health().entries["control"] == 0:
+        assert stopped < 10_000, "the edge is never full"
+        pair.receiver.connector.stop(Identity("i" * 3_000, stopped), Cause(Outcome.ERROR, "full"))
+        stopped += 1
+    pair.receiver.connector.grant(R1, frames=8, nbytes=1_000, taken_frames=2, taken_bytes=2)
+    pair.receiver.connector.grant(R1, frames=4, nbytes=2_000, taken_frames=1, taken_bytes=1)
+    pair.sender.until(
+        lambda: pair.sender.seen(Stopped) == stopped and pair.receiver.connector.health().entries["control"] == 0,
+        pair.receiver,
+    )
+    pair.sender.turn()
+    put = itertools.takewhile(lambda seq: pair.sender.connector.put(data(seq)) == STORED, itertools.count(2))
+    assert len(list(put)) == 8
 
 
 def test_notices_without_a_peer_are_dropped(maker: Maker) -> None:

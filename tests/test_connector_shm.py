@@ -441,6 +441,11 @@ BAD_NOTICES = {
     "bytes behind a notice": (wire.ack_packet(0) + b"x", [], "1 bytes behind a ack"),
     "a descriptor with a notice": (wire.ack_packet(0), [(10, SEALS)], "1 descriptors"),
     "a stop of nobody": (prefixed({"type": "stop", "id": "", "generation": 1, "outcome": "error"}), [], "id"),
+    "a stop that is ok": (
+        prefixed({"type": "stop", "id": "r1", "generation": 1, "outcome": "ok"}),
+        [],
+        "a stop of r1#1 with outcome ok",
+    ),
 }
 
 
@@ -566,7 +571,7 @@ def test_unconnected_ends_use_next_to_no_cpu(folder: Path) -> None:
 
 
 def test_a_long_silence_before_the_hello_does_not_hold_the_edge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_fsm.connectors.link.HELLO_S", 0.05)
+    monkeypatch.setattr("omni_fsm.connectors.meeting.HELLO_S", 0.05)
     receiver = End(shm_receiver(HELLO, folder))
     with closing(receiver), raw_socket() as raw:
         raw.connect(os.fspath(next(folder.iterdir())))

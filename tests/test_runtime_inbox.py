@@ -237,9 +237,9 @@ def test_a_setting_that_cannot_be_used_is_named(field: str, value: Any) -> None:
 
 
 def test_an_edge_of_another_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^source: "):
+    with pytest.raises(ConfigError, match=r"^source: "):
         make_stage(source=ScriptedConnector(OUT, sends=False))
-    with pytest.raises(ConfigError, match="^sink: "):
+    with pytest.raises(ConfigError, match=r"^sink: "):
         make_stage(sink=ScriptedConnector(IN, sends=True))
     with pytest.raises(ConfigError, match="source, sink"):
         make_stage()

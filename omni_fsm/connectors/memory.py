@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni_fsm.connectors.arena import copy_parts
-from omni_fsm.connectors.link import DEFAULT_MAX_FRAME_BYTES, Body, Gone, LinkConnector, Packet, Ready, Sent
+from omni_fsm.connectors.connector import DEFAULT_MAX_FRAME_BYTES, LinkConnector
+from omni_fsm.connectors.link import Body, Gone, Packet, Ready, Sent
 from omni_fsm.connectors.port import Hello
 from omni_fsm.connectors.wire import FramePacket, HelloPacket, Place
 from omni_fsm.payload import receive_buffer

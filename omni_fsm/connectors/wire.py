@@ -99,6 +99,12 @@ class AckPacket(msgspec.Struct, frozen=True, tag="ack", kw_only=True, forbid_unk
 
 Header = HelloPacket | FramePacket | CreditPacket | StopPacket | AckPacket
 
+
+def tag_of(header: Header) -> str:
+    """What kind of packet it is, as its tag and our messages say it."""
+    return str(header.__struct_config__.tag)
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
 
