@@ -112,7 +112,7 @@ keys = st.text(max_size=5) | st.integers(-(2**63), 2**64 - 1)
 leaves = (
     st.none()
     | st.booleans()
-    | st.integers()
+    | st.integers(-(2**200), 2**200)
     | st.integers(-(2**4095), 2**4095 - 1)
     | st.floats()
     | st.text(max_size=20)
