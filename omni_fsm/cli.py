@@ -1,4 +1,4 @@
-"""The command line: ``omni-fsm demo``."""
+"""The command line: ``omni-fsm demo`` and ``omni-fsm explore``."""
 
 import json
 from pathlib import Path
@@ -120,6 +120,49 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
 
 def _cut(text: str, chars: int = 60) -> str:
     return text if len(text) <= chars else f"{text[:chars]}..."
+
+
+@app.command(name="explore")
+def explore_command(
+    *,
+    deep: Annotated[bool, typer.Option("--deep", help="Also the scopes that take minutes.")] = False,
+    fault: Annotated[str | None, typer.Option(help="Put this fault of the catalogue in (or all), and find it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Explore every interleaving of the real halves in small worlds, and check the protocol's properties."""
+    from omni_fsm.verify import report  # noqa: PLC0415 - other commands need not load it
+
+    console = Console(stderr=as_json)
+    if fault is None:
+        explored = []
+        for each in report.explore_all(deep=deep):
+            explored.append(each)
+            counts = f"{each.found.states} states, {each.found.transitions} transitions, {len(each.rows)} rows reached"
+            console.print(f"{each.named.name}: {counts}, {each.seconds:.0f} s", highlight=False)
+            console.print(f"  violations: {f'1, {each.problem}' if each.problem else 0}", highlight=False, markup=False)
+            _show_trace(console, each.found.trace)
+        missing = report.missing_rows(explored)
+        for row in missing:
+            console.print(f"never reached: {' '.join(row)}", highlight=False)
+        raise typer.Exit(1 if missing or any(each.problem for each in explored) else 0)
+    try:
+        found = [report.find_fault(chosen) for chosen in report.chosen_faults(fault)]
+    except OmniFsmError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    for one in found:
+        verdict = f"found in {one['steps']} steps: {one['problem']}" if one["found"] else "NOT FOUND"
+        console.print(f"{one['name']} ({one['what']}): {verdict}", highlight=False, markup=False)
+        if len(found) == 1:
+            _show_trace(console, one["trace"])
+    if as_json:
+        typer.echo(json.dumps({"faults": [{key: one[key] for key in ("name", "found", "steps")} for one in found]}))
+    raise typer.Exit(0 if all(one["found"] for one in found) else 1)
+
+
+def _show_trace(console: Console, trace: list[str]) -> None:
+    for number, step in enumerate(trace, 1):
+        console.print(f"  {number:3} {step}", highlight=False, markup=False)
 
 
 def main() -> None:

@@ -1,0 +1,80 @@
+"""What ``omni-fsm explore`` does and says."""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from omni_fsm.protocol.errors import ConfigError
+from omni_fsm.verify.explore import Found, explore
+from omni_fsm.verify.faults import FAULTS, Fault
+from omni_fsm.verify.scopes import LIMIT, SCOPES, UNREACHABLE, Named, Row, all_rows, explore_named
+from omni_fsm.verify.world import EdgeWorld
+
+
+@dataclass(frozen=True)
+class Explored:
+    """One scope, explored."""
+
+    named: Named
+    found: Found
+    rows: set[Row]
+    seconds: float
+
+    @property
+    def problem(self) -> str:
+        """The broken property, or a count that is not the pinned one; empty when all is well."""
+        if self.found.problem or self.found.states == self.named.states:
+            return self.found.problem
+        return f"{self.found.states} states, pinned are {self.named.states}: it is another protocol now"
+
+
+def _timed(named: Named) -> Explored:
+    begun = time.monotonic()
+    found, rows = explore_named(named)
+    return Explored(named, found, rows, time.monotonic() - begun)
+
+
+def explore_all(*, deep: bool, processes: int = 2) -> Iterator[Explored]:
+    """Explore every scope, several at a time, the deep ones only when asked; gives each as it is done."""
+    chosen = [named for named in SCOPES if deep or not named.is_deep]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        largest_first = sorted(chosen, key=lambda named: -named.states)
+        for done in as_completed([pool.submit(_timed, named) for named in largest_first]):
+            yield done.result()
+
+
+def missing_rows(explored: list[Explored]) -> list[Row]:
+    """Rows that no scope reached although nothing says that they cannot be."""
+    reached = {row for each in explored for row in each.rows}
+    return [row for row in all_rows() if row not in reached and row not in UNREACHABLE]
+
+
+def chosen_faults(name: str) -> tuple[Fault, ...]:
+    """The faults that a flag names.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name == "all":
+        return FAULTS
+    chosen = tuple(fault for fault in FAULTS if fault.name == name)
+    if not chosen:
+        raise ConfigError("--fault", name, f"all, or one of {', '.join(fault.name for fault in FAULTS)}")
+    return chosen
+
+
+def find_fault(fault: Fault) -> dict[str, Any]:
+    """Put a fault in and look for it: its name, whether it was found, the broken property, the shortest trace."""
+    found = explore(EdgeWorld(fault.scope()), LIMIT)
+    return {
+        "name": fault.name,
+        "what": fault.what,
+        "found": bool(found.problem),
+        "problem": found.problem,
+        "steps": len(found.trace),
+        "trace": found.trace,
+    }

@@ -1,0 +1,75 @@
+"""The scopes that are explored, each with the count of its states: a new count is a new protocol."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from omni_fsm.tables import receiver_table, sender_table
+from omni_fsm.verify.explore import Found, explore
+from omni_fsm.verify.world import ALL_FAULTS, EdgeWorld, Scope
+
+LIMIT = 5_000_000
+
+Row = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A scope with a name, and how many states it has.
+
+    Attributes:
+        name: As reports show it.
+        states: The pinned count.
+        scope: Its bounds and faults.
+        is_deep: Whether it takes minutes.
+    """
+
+    name: str
+    states: int
+    scope: partial[Scope] = field(default_factory=lambda: partial(Scope))
+    is_deep: bool = False
+
+
+SCOPES = (
+    Named("one chunk, nothing goes wrong", 71, partial(Scope, faults=frozenset())),
+    Named("one chunk, every fault, segments", 25_793, partial(Scope, faults=ALL_FAULTS | {"segment"})),
+    Named("three chunks, every fault", 430_548, partial(Scope, chunks=3)),
+    Named(
+        "two generations of one chunk, reused at any moment",
+        209_579,
+        partial(Scope, generations=2, retries=0, faults=frozenset({"put", "cancel", "raise"})),
+    ),
+    Named(
+        "two generations of one chunk, with retries",
+        0,
+        partial(Scope, generations=2, faults=frozenset({"put", "cancel", "raise"})),
+        is_deep=True,
+    ),
+)
+
+UNREACHABLE: dict[Row, str] = {
+    ("receiver", "active", "frame_ahead"): "the wire is ordered and loses nothing",
+    ("receiver", "active", "unclaimed"): "a stream is registered at its first frame here",
+    ("receiver", "cancelled_current", "failed_end_arrived"): "only a frame with a body is fetched",
+    ("receiver", "cancelled_current", "frame_ahead"): "the wire is ordered and loses nothing",
+    ("receiver", "cancelled_current", "open_arrived"): "only a frame with a body is fetched",
+    ("receiver", "cancelled_current", "open_repeated"): "only a frame with a body is fetched",
+}
+"""Rows that no scope reaches, and why; the scenario tests take them by hand."""
+
+
+def explore_named(named: Named) -> tuple[Found, set[Row]]:
+    """Explore one scope; also gives the rows that it reached."""
+    scope = named.scope()
+    found = explore(EdgeWorld(scope), LIMIT)
+    return found, {(machine, str(state), str(event)) for machine, state, event in scope.rows}
+
+
+def all_rows() -> Iterator[Row]:
+    """Every row of both tables."""
+    for (state, event), cell in sender_table().cells.items():
+        if not cell.ignored:
+            yield ("sender", str(state), str(event))
+    for (at, happened), row in receiver_table().cells.items():
+        if not row.ignored:
+            yield ("receiver", str(at), str(happened))
