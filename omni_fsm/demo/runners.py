@@ -6,6 +6,7 @@ own, which must never happen.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ class Local:
     thinking: ThinkerRequest | None = None
 
 
-class StageRunner:
+class StageRunner(ABC):
     """The loop that all three stages share.
 
     Args:
@@ -100,17 +101,17 @@ class StageRunner:
         self.foreign_frames += payload["generation"] != local.identity.generation
         local.index, local.seed = payload["index"], payload["seed"]
 
+    @abstractmethod
     def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:
         """A chunk of a request's input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_input_end(self, internal_id: str, local: Local) -> None:
         """A request's input is complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def produce(self, context: ProducerContext) -> dict[str, Any] | None:
         """The stage's producer."""
-        raise NotImplementedError
 
     def submit(self, internal_id: str, local: Local, output: dict[str, Any]) -> bool:
         """Submit a chunk; a refusal means that the request is over, which the feedback will say too."""

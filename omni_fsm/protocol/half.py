@@ -1,5 +1,6 @@
 """What both halves share: moving by the table, and doing the row's bookkeeping."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,7 +35,7 @@ class Moved(Generic[State, Event, Effect]):
     ignored: str
 
 
-class Half(Generic[State, Event, Bookkeeping, Effect]):
+class Half(ABC, Generic[State, Event, Bookkeeping, Effect]):
     """One side of one life of one stream.
 
     Methods named ``on_...`` and ``submit_...`` take what happened, classify it into an event by the counters, move by the
@@ -87,13 +88,13 @@ class Half(Generic[State, Event, Bookkeeping, Effect]):
             detail=detail,
         )
 
+    @abstractmethod
     def key(self) -> Hashable:
         """The value of this half: all that decides how it behaves from here on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy(self) -> Self:
         """An independent half of the same value."""
-        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Half) and type(self) is type(other) and self.key() == other.key()
