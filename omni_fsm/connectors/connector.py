@@ -28,7 +28,7 @@ from omni_fsm.connectors.port import (
 )
 from omni_fsm.connectors.wire import Credit, frame_fault, stop_packet, tag_of, unpacked
 from omni_fsm.protocol.errors import ConfigError, RemoteProtocolError
-from omni_fsm.protocol.frames import Cause, Frame
+from omni_fsm.protocol.frames import Cause, Frame, Outcome
 from omni_fsm.protocol.identity import Edge, Identity
 
 DEFAULT_MAX_FRAME_BYTES = 1 << 30
@@ -208,6 +208,8 @@ class LinkConnector:
 
     def stop(self, identity: Identity, cause: Cause) -> None:
         """The stream is not wanted any more. Dropped without a peer: its streams end with it, the next knows none."""
+        if cause.outcome is Outcome.OK:  # the peer would drop the edge for it
+            raise ConfigError("cause", str(cause), "an outcome of error, cancelled or done")
         with self._lock:
             if self._meeting.phase is Phase.UP:
                 self._control.add_stop(identity, stop_packet(identity, cause))

@@ -77,7 +77,7 @@ class StageRunner(ABC):
         """Whether there is a step to compute without waiting for anything."""
         return False
 
-    def step(self) -> None:
+    def step(self) -> None:  # noqa: B027 - a stage that computes when chunks come has no step of its own
         """Compute one step of the model, if there is one to compute."""
 
     def consume(self, internal_id: str) -> None:
