@@ -21,7 +21,7 @@ class Named:
         name: As reports show it.
         states: The pinned count.
         scope: Its bounds and faults.
-        is_deep: Whether it takes minutes.
+        is_deep: Whether it takes a quarter of an hour.
     """
 
     name: str
@@ -41,7 +41,7 @@ SCOPES = (
     ),
     Named(
         "two generations of one chunk, with retries",
-        0,
+        2_838_523,
         partial(Scope, generations=2, faults=frozenset({"put", "cancel", "raise"})),
         is_deep=True,
     ),
