@@ -108,7 +108,7 @@ class EdgeDriver:
         return Frame(self.sender.edge, identity, FrameKind.DATA, seq=seq, body=carried)
 
     def end(self, seq: int, identity: Identity = R1) -> Frame:
-        """An end(ok)."""
+        """An end with outcome ok."""
         return Frame(self.sender.edge, identity, FrameKind.END, seq=seq, cause=Cause(Outcome.OK, at_ns=5))
 
     # -- steps -----------------------------------------------------------------------------------------------------
