@@ -339,8 +339,8 @@ class EdgeWorld:
     # What happens: the receiving process
 
     @staticmethod
-    def _begin_get(world: "EdgeWorld", _at: int, life: Life) -> None:
-        world._receiver_moved(0, life, life.own_receiver().on_get_begun())
+    def _begin_get(world: "EdgeWorld", at: int, life: Life) -> None:
+        world._receiver_moved(at, life, life.own_receiver().on_get_begun())
 
     @staticmethod
     def _get(world: "EdgeWorld", at: int, life: Life) -> None:
