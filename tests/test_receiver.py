@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from walks import check_walks
 
 from omni_fsm.protocol.errors import LocalProtocolError
 from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
@@ -678,19 +679,4 @@ class ReceiverLife:
 
 
 def test_any_frame_in_any_order_gets_an_answer_and_the_walk_reaches_the_rows() -> None:
-    """Every walk is the same every time; of those that fail the shortest is shown."""
-    reached: set[tuple[str, str]] = set()
-    failures: list[tuple[int, list[tuple[str, str]], Exception]] = []
-    for seed in range(WALKS):
-        life = ReceiverLife(random.Random(seed))  # noqa: S311 - a test's dice
-        try:
-            life.live(STEPS)
-        except (AssertionError, LocalProtocolError) as fault:
-            failures.append((seed, life.trace, fault))
-        reached.update(life.trace)
-    if failures:
-        seed, trace, fault = min(failures, key=lambda failure: len(failure[1]))
-        fault.add_note(f"seed {seed}: {' -> '.join(f'{event} in {state}' for state, event in trace)}")
-        raise fault
-    rows = {(str(state), str(event)) for (state, event), cell in receiver_table().cells.items() if not cell.ignored}
-    assert len(rows & reached) >= ROWS_FLOOR, sorted(rows - reached)
+    check_walks(ReceiverLife, receiver_table(), walks=WALKS, steps=STEPS, floor=ROWS_FLOOR)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from walks import check_walks
 
 from omni_fsm.protocol.errors import LocalProtocolError
 from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
@@ -1472,19 +1473,4 @@ def drain(half: SenderHalf) -> None:
 
 
 def test_a_walk_over_all_that_a_runtime_may_do_keeps_what_must_hold_and_reaches_the_rows() -> None:
-    """Every walk is the same every time; of those that fail the shortest is shown."""
-    reached: set[tuple[str, str]] = set()
-    failures: list[tuple[int, list[tuple[str, str]], Exception]] = []
-    for seed in range(WALKS):
-        life = SenderLife(random.Random(seed))  # noqa: S311 - a test's dice
-        try:
-            life.live(STEPS)
-        except (AssertionError, LocalProtocolError) as fault:
-            failures.append((seed, life.trace, fault))
-        reached.update(life.trace)
-    if failures:
-        seed, trace, fault = min(failures, key=lambda failure: len(failure[1]))
-        fault.add_note(f"seed {seed}: {' -> '.join(f'{event} in {state}' for state, event in trace)}")
-        raise fault
-    rows = {(str(state), str(event)) for (state, event), cell in sender_table().cells.items() if not cell.ignored}
-    assert len(rows & reached) >= ROWS_FLOOR, sorted(rows - reached)
+    check_walks(SenderLife, sender_table(), walks=WALKS, steps=STEPS, floor=ROWS_FLOOR)

@@ -8,7 +8,7 @@ from omni_fsm.payload import tree_nbytes
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
-from omni_fsm.protocol.names import ReceiverState, SenderState
+from omni_fsm.protocol.names import ReceiverEvent, SenderEvent
 from omni_fsm.protocol.receiver import ReceiverMoved, Staged
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved
 from omni_fsm.runtime import inbox as inbox_module
@@ -157,7 +157,7 @@ class StageRuntime:
             if core.closing:
                 return Admission(accepted=False, reason=core.closing)
             over = core.backlog_bytes > 0 and core.backlog_bytes + nbytes > core.config.backlog_bytes
-            if over and half.state is SenderState.ACTIVE:
+            if over and half.accepts(SenderEvent.CHUNK_SUBMITTED):
                 return self._over_backlog(turn, request, half)
             return self._admit(turn, request, half.submit_chunk(output, nbytes, segment_end=segment_end))
 
@@ -293,8 +293,8 @@ class StageRuntime:
             half = request.receiver if request is not None else None
             if request is None or half is None:
                 return GONE
-            if half.state is not ReceiverState.FAILED and not half.staged:
-                return GONE if half.is_final or half.state is ReceiverState.CANCELLED_CURRENT else NOT_YET
+            if not half.staged and not half.accepts(ReceiverEvent.FAILURE_CONSUMED):
+                return NOT_YET if half.accepts(ReceiverEvent.DATA_ARRIVED) else GONE
             staged, moved = half.on_consumed()
             core.receiver_moved(turn, request, moved)
             if half.staged:
@@ -423,7 +423,7 @@ def _end_name(connector: Connector) -> str:
 
 
 def _taken(staged: Staged | None, moved: ReceiverMoved, cause: Cause | None) -> Taken:
-    if moved.before is ReceiverState.FAILED:
+    if moved.event is ReceiverEvent.FAILURE_CONSUMED:
         return Taken(TakenKind.FAILED, cause=cause)
     if staged is None:
         return GONE

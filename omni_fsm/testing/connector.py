@@ -14,7 +14,6 @@ from omni_fsm.connectors.port import (
     PeerBack,
     PeerLost,
     PutStatus,
-    Signal,
     Stopped,
 )
 from omni_fsm.protocol.frames import Cause, Frame, Outcome
@@ -30,6 +29,7 @@ from omni_fsm.testing.edge import (
     Ends,
     _check_equal,
     broken,
+    idle,
     named,
     pattern,
 )
@@ -166,7 +166,7 @@ class ConnectorConformance:
                     broken("ids", f"the frames of {identity} came under another id")
                 edge.receiver.stop(identity, cause)
             for identity in IDS:
-                edge.until("ids", f"no stop of {identity} came", partial(_told, edge, Stopped(identity, cause)))
+                edge.until("ids", f"no stop of {identity} came", partial(edge.was_told, Stopped(identity, cause)))
 
     def test_generations_of_an_id_are_streams_of_their_own(self) -> None:
         """Rule generations: two lives of one id share neither frames nor credit."""
@@ -366,7 +366,7 @@ class ConnectorConformance:
             edge.settle()
             for name, end in (("sending", edge.sender), ("receiving", edge.receiver)):
                 used_s: list[float] = []
-                thread = threading.Thread(target=_idle, args=(end, idle_s, used_s), daemon=True)
+                thread = threading.Thread(target=idle, args=(end, idle_s, used_s), daemon=True)
                 thread.start()
                 thread.join(self.patience_s)
                 if not used_s:
@@ -437,16 +437,3 @@ class ConnectorConformance:
                 broken("threads", f"a put raised {raised[0]!r}")
             for identity, frames in streams.items():
                 edge.expect(*frames, identity=identity)
-
-
-def _told(edge: EdgeDriver, signal: Signal) -> bool:
-    return signal in edge.told
-
-
-def _idle(end: Connector, idle_s: float, used_s: list[float]) -> None:
-    """Repeat an idle wait until the time is over; say how much of it was computed."""
-    deadline_s, before_s = time.monotonic() + idle_s, time.thread_time()
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        end.wait(left_s)
-        end.signals()
-    used_s.append(time.thread_time() - before_s)

@@ -227,6 +227,10 @@ class EdgeDriver:
         self.grant(frames, nbytes, identity)
         self.settle()
 
+    def was_told(self, signal: Signal) -> bool:
+        """Whether the sending end has heard this signal."""
+        return signal in self.told
+
     def close_sender(self) -> None:
         """Close the sending end; it is not driven any more."""
         self._lives.discard("sender")
@@ -295,3 +299,12 @@ def _check_equal(put: Frame, got: Frame, body: bytes | None) -> None:
 
 def _size(body: bytes | None) -> str:
     return "without a body" if body is None else f"with {len(body)} bytes"
+
+
+def idle(end: Connector, idle_s: float, used_s: list[float]) -> None:
+    """Repeat an idle wait until the time is over; say how much of it was computed."""
+    deadline_s, before_s = time.monotonic() + idle_s, time.thread_time()
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        end.wait(left_s)
+        end.signals()
+    used_s.append(time.thread_time() - before_s)
