@@ -65,6 +65,15 @@ def test_frames_are_taken_in_order_each_once_and_the_end_brings_its_payload() ->
     assert stage.rest() == {}
 
 
+def test_an_input_that_was_taken_to_its_end_is_gone_although_the_stage_still_sends() -> None:
+    stage = middle()
+    stage.open("r", R1)
+    stage.come(opening(), ok_end(0))
+    kinds = [stage.take("r").kind for _ in range(2)]
+    assert kinds == [TakenKind.END, TakenKind.GONE]
+    assert stage.runtime.submit_chunk("r", "still sending").accepted
+
+
 def test_feedback_is_given_once_and_again_after_a_take_that_left_more() -> None:
     stage = waiting()
     stage.come(data(0, "a"), data(1, "b"))
