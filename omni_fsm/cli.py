@@ -160,9 +160,9 @@ def explore_command(
     raise typer.Exit(0 if all(one["found"] for one in found) else 1)
 
 
-def _show_trace(console: Console, trace: list[str]) -> None:
+def _show_trace(console: Console, trace: "list[Step]") -> None:
     for number, step in enumerate(trace, 1):
-        console.print(f"  {number:3} {step}", highlight=False, markup=False)
+        console.print(f"  {number:3} {step.name}", highlight=False, markup=False)
 
 
 def main() -> None:

@@ -5,31 +5,41 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from omni_fsm.verify import Action, Violation, explore
+from omni_fsm.verify import Action, Step, Violation, explore
 from omni_fsm.verify.faults import FAULTS, Fault
 from omni_fsm.verify.report import explore_all, find_fault, missing_rows
 
 
 @dataclass(frozen=True)
 class Counter:
-    """A world of one number that goes up to ``top``; ``trap`` has no fair way on, ``bad`` breaks the property."""
+    """A world of one number that goes up to ``top``; ``trap`` has no fair way on, ``bad`` breaks the property. It owes something
+    from one number to another."""
 
     top: int
     at: int = 0
     trap: int = -1
     bad: int = -1
+    owed_from: int = 0
+    paid_at: int = 0
 
     def key(self) -> int:
         return self.at
 
-    def is_settled(self) -> bool:
-        return self.at == self.top
+    @property
+    def debts(self) -> tuple[str, ...]:
+        return ("the debt is paid",)
+
+    def owes(self) -> int:
+        return int(self.owed_from <= self.at < self.paid_at)
+
+    def left(self) -> str:
+        return "" if self.at == self.top else f"{self.top - self.at} to go"
 
     def actions(self) -> Iterator[Action]:
         if self.at < self.top:
-            yield Action("one", lambda: self._to(self.at + 1), fair=self.at != self.trap)
+            yield Action(Step("one", "a", "b"), lambda: self._to(self.at + 1), fair=self.at != self.trap)
         if self.at + 2 <= self.top:
-            yield Action("two", lambda: self._to(self.at + 2), fair=False)
+            yield Action(Step("two", "a", "b"), lambda: self._to(self.at + 2), fair=False)
 
     def _to(self, at: int) -> "Counter":
         if at == self.bad:
@@ -46,13 +56,23 @@ def test_the_trace_to_a_violation_is_the_shortest() -> None:
     found = explore(Counter(top=10, bad=5))
     assert (found.problem, found.complete) == ("5 is reached", False)
     assert len(found.trace) == 3
-    assert sorted(found.trace) == ["one", "two", "two"]
+    assert sorted(step.name for step in found.trace) == ["one", "two", "two"]
 
 
 def test_a_state_from_which_only_a_fault_leads_on_is_a_trap() -> None:
     found = explore(Counter(top=4, trap=2))
-    assert found.problem == "nothing settles from here, although no more goes wrong"
+    assert found.problem == "never settles, although no more goes wrong: 4 to go"
     assert found.trace == []  # already the start leads there, if nothing goes wrong
+
+
+def test_a_debt_that_nothing_pays_is_named_with_the_way_to_it() -> None:
+    found = explore(Counter(top=9, trap=5, owed_from=4, paid_at=7))
+    assert found.problem == "not so: the debt is paid"
+    assert [step.name for step in found.trace] == ["two", "two"]
+
+
+def test_a_debt_that_is_paid_by_itself_is_none() -> None:
+    assert explore(Counter(top=9, owed_from=4, paid_at=7)).complete
 
 
 def test_a_limit_ends_an_exploration_and_says_so() -> None:

@@ -64,6 +64,11 @@ class CreditLedger:
         account.waiting_bytes = nbytes
         return False
 
+    def is_unheard_of(self, frame: Frame) -> bool:
+        """Whether this is the failed end of a life whose ``open`` the peer never got: it waits for nothing, and never fits."""
+        failed_end = frame.kind is FrameKind.END and not frame.uses_credit
+        return failed_end and frame.identity not in self._accounts
+
     def count(self, frame: Frame, nbytes: int) -> None:
         """The frame was stored."""
         if frame.kind is FrameKind.OPEN:

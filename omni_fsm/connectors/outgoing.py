@@ -4,7 +4,7 @@ from collections import deque
 
 from omni_fsm.connectors.ledger import CreditLedger
 from omni_fsm.connectors.link import Block, Body, Link, Sent
-from omni_fsm.connectors.port import BUSY, STORED, CreditReturned, PutOutcome, RoomReturned, Signal, Stopped
+from omni_fsm.connectors.port import BUSY, STORED, CreditReturned, PutOutcome, PutStatus, RoomReturned, Signal, Stopped
 from omni_fsm.connectors.wire import (
     AckPacket,
     CreditPacket,
@@ -56,12 +56,14 @@ class OutgoingFrames:
             nbytes: What these have together.
 
         Returns:
-            ``STORED`` or ``BUSY``; or a block, when the body needs one: it is to be filled, given to `send`, and
+            ``STORED``, ``BUSY`` or ``REFUSED``; or a block, when the body needs one: it is to be filled, given to `send`, and
             released if that does not store it.
 
         Raises:
             OSError: No memory, no descriptor: nothing was sent.
         """
+        if self._ledger.is_unheard_of(frame):
+            return PutOutcome(PutStatus.REFUSED, "the peer never heard of this life")
         if not self._ledger.allows(frame, nbytes) or self._wants_link:
             return BUSY
         if frame.body is None:

@@ -137,7 +137,7 @@ class SenderEffect(StrEnum):
     REPORT_MARKER_LOST = "report_marker_lost"
     #: release every namespace and forget this life
     RELEASE = "release"
-    #: tell the connector to drop what is stored and unread
+    #: tell the connector to drop what is stored and unread: nobody is left to read it
     RECLAIM_UNREAD = "reclaim_unread"
 
 

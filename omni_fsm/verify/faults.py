@@ -2,9 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest import mock
 
+from omni_fsm.connectors.ledger import CreditLedger
+from omni_fsm.protocol.frames import Cause
+from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import (
     ReceiverBookkeeping,
     ReceiverEvent,
@@ -17,7 +22,16 @@ from omni_fsm.protocol.names import (
 from omni_fsm.protocol.receiver import ReceiverTable
 from omni_fsm.protocol.sender import SenderHalf, SenderTable, SendTask, TaskKind
 from omni_fsm.protocol.table import Cell, Table
+from omni_fsm.runtime import ProducerContext, intake
+from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.inbox import Inbox
+from omni_fsm.runtime.outbox import Outbox
+from omni_fsm.runtime.requests import Request
+from omni_fsm.state import StateRetiredError, StateStore
+from omni_fsm.state.store import Owner, _Namespace, _Namespaces
 from omni_fsm.tables import receiver_table, sender_table
+from omni_fsm.verify.explore import Found, explore
+from omni_fsm.verify.pipeline import PipelineScope, line, ring
 from omni_fsm.verify.world import Scope
 
 AnyTable = TypeVar("AnyTable", SenderTable, ReceiverTable)
@@ -31,11 +45,18 @@ class Fault:
         name: As ``omni-fsm explore --fault`` takes it.
         what: What it is.
         scope: Gives the scope in which it shows.
+        patch: Where the fault is one of the runtime or the state store: the owner, the name and the faulty thing itself.
     """
 
     name: str
     what: str
-    scope: Callable[[], Scope]
+    scope: Callable[[], Scope | PipelineScope]
+    patch: tuple[object, str, object] | None = None
+
+    def find(self, limit: int) -> Found:
+        """Put the fault in, and explore."""
+        with mock.patch.object(*self.patch) if self.patch is not None else nullcontext():
+            return explore(self.scope().world(), limit)
 
 
 def _sender(
@@ -108,13 +129,86 @@ class _EndOvertakesTheChunks(SenderHalf):
             self.queue.append(self._given)
 
 
+class _SegmentRestartsTheCount(SenderHalf):
+    def _next_segment(self) -> None:
+        self.segment += 1
+        self.next_seq = 0
+
+
+# Faults of the runtime and of the state store
+
+
+class _FencedView:
+    """A view of producer state that asks whether the request is cancelled, not who owns it."""
+
+    def __init__(self, half: SenderHalf, view: Any) -> None:
+        self.half, self.view = half, view
+
+    def get_or_create(self, namespace: str, factory: Callable[[], Any], *scope: Any) -> Any:
+        if self.half.state is SenderState.CANCELLED_CURRENT:
+            raise StateRetiredError(self.half.identity, None, namespace)
+        return self.view.get_or_create(namespace, factory, *scope)
+
+
+_context = Outbox._context
+
+
+def _fenced_context(request: Request, half: SenderHalf, task: SendTask) -> ProducerContext:
+    context = _context(request, half, task)
+    return replace(context, state=_FencedView(half, context.state))  # type: ignore[arg-type]
+
+
+def _recreate(self: StateStore, owner: Owner, namespace: str, factory: Callable[[], Any], scope: Any = None) -> Any:
+    """The owner is asked before the factory runs, and not again after it."""
+    with self._lock:
+        held = self._namespaces(owner, namespace).get(namespace)
+    if held is not None:
+        return held.value
+    made = _Namespace(factory(), scope)
+    return self._entries.setdefault(owner.identity.external_id, _Namespaces()).setdefault(namespace, made).value
+
+
+def _turn_away_in_silence(self: Inbox, turn: Turn, identity: Identity, cause: Cause) -> None:
+    self.core.tables.unclaimed.pop(identity, None)
+    self.core.timers.cancel(("unclaimed", identity))
+    self.core.turn_away(turn, identity, cause)
+
+
+def _tell_nobody(*_: object) -> None:
+    """The binding of a request's halves does nothing."""
+
+
+def _tells_twice(self: StageCore, turn: Turn, request: Request, half: Any, cause: Cause) -> None:
+    request.reported = False
+    _tell_host(self, turn, request, half, cause)
+
+
+_tell_host = StageCore.tell_host
+
+
+def _reclaiming_table() -> SenderTable:
+    cell = sender_table().cells[SenderState.FAILED, SenderEvent.RELEASED_AFTER_END]
+    return _sender(
+        SenderState.FAILED,
+        SenderEvent.RELEASED_AFTER_END,
+        replace(cell, effects=(*cell.effects, SenderEffect.RECLAIM_UNREAD)),
+    )
+
+
+def _ring(wrong: str) -> Callable[[], PipelineScope]:
+    return lambda: PipelineScope(ring(), wrongs=frozenset({wrong}), budget=1, eager=True, meanwhile=True)
+
+
+def _line(*wrongs: str, lives: int = 1) -> Callable[[], PipelineScope]:
+    return lambda: PipelineScope(
+        line(chunks=3, window_frames=1), wrongs=frozenset(wrongs), budget=1, meanwhile=True, lives=lives
+    )
+
+
 def _half(faulty: type[SenderHalf]) -> type[SenderHalf]:
     """The class with its own bookkeeping in the table of what is done."""
     changed = {name: method for name, method in vars(faulty).items() if name.startswith("_") and callable(method)}
-    faulty._DO = {  # noqa: SLF001 - a fault is put into the half itself
-        task: changed.get(getattr(method, "__name__", ""), method)
-        for task, method in SenderHalf._DO.items()  # noqa: SLF001
-    }
+    faulty._DO = {task: changed.get(getattr(method, "__name__", ""), method) for task, method in SenderHalf._DO.items()}
     return faulty
 
 
@@ -123,7 +217,8 @@ FAULTS: tuple[Fault, ...] = (
         "cancel_drops_the_end",
         "a cancel drops the end that it owes",
         lambda: Scope(
-            sender=_sender_without(SenderState.ACTIVE, SenderEvent.CANCELLED, SenderBookkeeping.QUEUE_END_CANCELLED)
+            faults=frozenset({"cancel"}),
+            sender=_sender_without(SenderState.ACTIVE, SenderEvent.CANCELLED, SenderBookkeeping.QUEUE_END_CANCELLED),
         ),
     ),
     Fault(
@@ -137,18 +232,20 @@ FAULTS: tuple[Fault, ...] = (
         "raise_on_the_end_puts_no_marker",
         "a producer's exception on the end puts no marker",
         lambda: Scope(
+            faults=frozenset({"raise"}),
             sender=_sender(
                 SenderState.TERMINAL_PENDING,
                 SenderEvent.END_PRODUCER_RAISED,
                 Cell(SenderState.FAILED, (SenderBookkeeping.CLEAR_IN_FLIGHT,), (SenderEffect.RECORD_FAILURE,)),
-            )
+            ),
         ),
     ),
     Fault(
         "failure_queues_no_end",
         "a producer's exception on a chunk puts no marker",
         lambda: Scope(
-            sender=_sender_without(SenderState.ACTIVE, SenderEvent.PRODUCER_RAISED, SenderBookkeeping.QUEUE_END_ERROR)
+            faults=frozenset({"raise"}),
+            sender=_sender_without(SenderState.ACTIVE, SenderEvent.PRODUCER_RAISED, SenderBookkeeping.QUEUE_END_ERROR),
         ),
     ),
     Fault(
@@ -184,7 +281,9 @@ FAULTS: tuple[Fault, ...] = (
         "burned_seq_is_used_again",
         "a put chunk does not use up its seq",
         lambda: Scope(
-            chunks=2, sender=_sender_without(SenderState.ACTIVE, SenderEvent.DATA_PUT, SenderBookkeeping.ADVANCE_SEQ)
+            chunks=2,
+            faults=frozenset({"put"}),
+            sender=_sender_without(SenderState.ACTIVE, SenderEvent.DATA_PUT, SenderBookkeeping.ADVANCE_SEQ),
         ),
     ),
     Fault(
@@ -212,5 +311,63 @@ FAULTS: tuple[Fault, ...] = (
                 Cell(SenderState.FAILED, (SenderBookkeeping.NOTE_RELEASE,), (SenderEffect.RELEASE,)),
             )
         ),
+    ),
+    Fault(
+        "stale_completion_moves_the_successor",
+        "a completion finds its request by external id, and moves the successor",
+        lambda: Scope(generations=2, faults=frozenset({"cancel"}), bugs=frozenset({"completions_by_id"})),
+    ),
+    Fault(
+        "segment_restarts_the_count",
+        "the count of chunks begins again with a segment, and the next segment looks stale",
+        lambda: Scope(chunks=2, faults=frozenset({"segment"}), half=_half(_SegmentRestartsTheCount)),
+    ),
+    Fault(
+        "accessor_fenced_by_cancelled",
+        "a cancelled generation cannot read its state while its end flushes",
+        _line("cancel"),
+        (Outbox, "_context", staticmethod(_fenced_context)),
+    ),
+    Fault(
+        "factory_creates_again_after_cleanup",
+        "a cleanup during a factory: what it makes creates the container again",
+        _ring("kill"),
+        (StateStore, "get_or_create", _recreate),
+    ),
+    Fault(
+        "unclaimed_drop_is_not_told",
+        "frames are dropped unclaimed, and their sender never hears of it",
+        _line(),
+        (Inbox, "_turn_away", _turn_away_in_silence),
+    ),
+    Fault(
+        "failed_receiver_spares_its_sender",
+        "a failed receiver does not fail its stage's sender",
+        _ring("kill"),
+        (StageCore, "_tell_sender", _tell_nobody),
+    ),
+    Fault(
+        "failed_sender_spares_its_receiver",
+        "a failed sender tells neither its stage's receiver nor its host",
+        _ring("refuse"),
+        (StageCore, "_tell_receiver", _tell_nobody),
+    ),
+    Fault(
+        "failure_is_recorded_twice",
+        "a request's failure is recorded by both of its halves",
+        _ring("kill"),
+        (StageCore, "tell_host", _tells_twice),
+    ),
+    Fault(
+        "reclaim_takes_the_end",
+        "a released life's stored end is dropped before the receiver has read it",
+        _ring("raise"),
+        (intake, "sender_table", _reclaiming_table),
+    ),
+    Fault(
+        "end_of_an_unannounced_life_waits",
+        "the failed end of a life whose opening was given up waits for credit that nobody can give",
+        _ring("refuse"),
+        (CreditLedger, "is_unheard_of", lambda *_: False),
     ),
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_fsm.protocol import Edge, Identity
+from omni_fsm.protocol.names import ReceiverState, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf
 from omni_fsm.protocol.sender import SenderHalf, SendTask
 
@@ -95,6 +96,15 @@ class Life:
         self.receiver = self.receiver.copy()
         return self.receiver
 
+    def owes(self) -> int:
+        """What it has promised and not yet kept, a bit each: a cancel, a failure, an end, the receiver's leave."""
+        receiver_left = self.receiver is not None and self.receiver.state is not ReceiverState.ACTIVE
+        if receiver_left:
+            return 0
+        if self.sender is not None and not self.sender.is_final:
+            return 0 if self.ends_put or self.marker_lost else _OWES.get(self.sender.state, 0)
+        return 8 if self.receiver is not None else 0
+
     def key(self) -> Hashable:
         """Its value, without what can no longer decide how it goes on: the past of a half that is over."""
         sender, receiver = self.sender, self.receiver
@@ -114,6 +124,9 @@ class Life:
             gets = (_receiver_key(receiver), self.got, self.marker_lost)
         judged = self.accepted if not (isinstance(sends, bool) and isinstance(gets, bool)) else 0
         return (sends, gets, judged, self.ended)
+
+
+_OWES = {SenderState.CANCELLED_CURRENT: 1, SenderState.FAILED: 2, SenderState.TERMINAL_PENDING: 4}
 
 
 def _task_key(task: SendTask) -> Hashable:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_fsm.protocol.errors import ConfigError
-from omni_fsm.verify.explore import Found, explore
+from omni_fsm.verify.ends import CellName
+from omni_fsm.verify.explore import Found
 from omni_fsm.verify.faults import FAULTS, Fault
-from omni_fsm.verify.scopes import LIMIT, SCOPES, UNREACHABLE, Named, Row, all_rows, explore_named
-from omni_fsm.verify.world import EdgeWorld
+from omni_fsm.verify.scopes import LIMIT, SCOPES, UNREACHABLE, Named, all_rows, explore_named
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Explored:
 
     named: Named
     found: Found
-    rows: set[Row]
+    rows: set[CellName]
     seconds: float
 
     @property
@@ -47,7 +47,7 @@ def explore_all(*, deep: bool, processes: int = 2) -> Iterator[Explored]:
             yield done.result()
 
 
-def missing_rows(explored: list[Explored]) -> list[Row]:
+def missing_rows(explored: list[Explored]) -> list[CellName]:
     """Rows that no scope reached although nothing says that they cannot be."""
     reached = {row for each in explored for row in each.rows}
     return [row for row in all_rows() if row not in reached and row not in UNREACHABLE]
@@ -69,7 +69,7 @@ def chosen_faults(name: str) -> tuple[Fault, ...]:
 
 def find_fault(fault: Fault) -> dict[str, Any]:
     """Put a fault in and look for it: its name, whether it was found, the broken property, the shortest trace."""
-    found = explore(EdgeWorld(fault.scope()), LIMIT)
+    found = fault.find(LIMIT)
     return {
         "name": fault.name,
         "what": fault.what,

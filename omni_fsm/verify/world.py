@@ -9,13 +9,32 @@ from omni_fsm.protocol.names import ReceiverEffect, ReceiverEvent, ReceiverState
 from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved, ReceiverTable
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved, SenderTable, SendTask, TaskKind
 from omni_fsm.tables import receiver_table, sender_table
-from omni_fsm.verify.explore import Action, Violation
+from omni_fsm.verify.ends import CellName
+from omni_fsm.verify.explore import Action, Step, Violation
 from omni_fsm.verify.life import EDGE, Chunks, Life
 
 CANCELLED = Cause(Outcome.CANCELLED, "cancelled")
 FAILED = Cause(Outcome.ERROR, "failed")
 DONE = Cause(Outcome.DONE, "done")
 ALL_FAULTS = frozenset({"put", "raise", "cancel", "kill", "deadline", "get"})
+
+Lane = tuple[str, str]
+"""From whom a step comes, and to whom it happens."""
+
+RUNNER: Lane = ("runner", "sender")
+SENDER: Lane = ("sender", "sender")
+PRODUCER: Lane = ("producer", "sender")
+PUT: Lane = ("sender", "wire")
+GET: Lane = ("wire", "receiver")
+SCHEDULER: Lane = ("scheduler", "receiver")
+STOP: Lane = ("receiver", "sender")
+
+_DEBTS = (
+    "a cancel leads to an end, or to a receiver that has left",
+    "a raise or a put given up leads to an end, or to a receiver that has left",
+    "a submitted end leads to an end, or to a receiver that has left",
+    "a sender that is over leads to a receiver that has left",
+)
 
 _LEAVES: dict[str, Callable[[SenderHalf], SenderMoved]] = {
     "cancel": lambda half: half.on_cancelled(CANCELLED),
@@ -41,7 +60,7 @@ class Scope:
         receiver: The receiver's table, or a faulty one.
         half: The class of the sending half, or a faulty one.
         bugs: Names of faults of the runtime around the halves; see `omni_fsm.verify.faults`.
-        rows: Filled with the rows that were reached: machine, state, event.
+        cells: Filled with the cells of both tables that were used: rows and ignores.
     """
 
     generations: int = 1
@@ -52,7 +71,11 @@ class Scope:
     receiver: ReceiverTable = field(default_factory=receiver_table)
     half: type[SenderHalf] = SenderHalf
     bugs: frozenset[str] = frozenset()
-    rows: set[tuple[str, str, str]] = field(default_factory=set)
+    cells: set[CellName] = field(default_factory=set)
+
+    def world(self) -> "EdgeWorld":
+        """The world at its beginning."""
+        return EdgeWorld(self)
 
 
 class EdgeWorld:
@@ -78,19 +101,35 @@ class EdgeWorld:
             self.receiver_alive,
         )
 
-    def is_settled(self) -> bool:
+    @property
+    def debts(self) -> tuple[str, ...]:
         """See `omni_fsm.verify.World`."""
-        return not self.wire and all(
-            (life.sender is None or life.sender.is_final) and (life.receiver is None or life.receiver.is_final)
-            for life in self.lives
-        )
+        return tuple(f"{at}: {debt}" for at in range(self.scope.generations) for debt in _DEBTS)
+
+    def owes(self) -> int:
+        """See `omni_fsm.verify.World`."""
+        owed = 0
+        for at, life in enumerate(self.lives):
+            owed |= life.owes() << at * len(_DEBTS)
+        return owed
+
+    def left(self) -> str:
+        """See `omni_fsm.verify.World`."""
+        if self.wire:
+            return "a frame is under way"
+        for at, life in enumerate(self.lives):
+            if life.sender is not None and not life.sender.is_final:
+                return f"{at}: the sender is {life.sender.state}"
+            if life.receiver is not None and not life.receiver.is_final:
+                return f"{at}: the receiver is {life.receiver.state}"
+        return ""
 
     # What can happen
 
     def actions(self) -> Iterator[Action]:
         """See `omni_fsm.verify.World`."""
         if self.sender_alive and len(self.lives) < self.scope.generations:
-            yield Action(f"open {len(self.lives)}", self._open, fair=False)
+            yield Action(Step(f"open {len(self.lives)}", *RUNNER), self._open, fair=False)
         if self.wire and self.receiver_alive:
             yield from self._deliver_actions()
         for at, life in enumerate(self.lives):
@@ -101,84 +140,94 @@ class EdgeWorld:
                 yield from self._receiver_actions(at, life, life.receiver)
         if "kill" in self.scope.faults and self.lives:
             if self.sender_alive:
-                yield Action("kill the sender's process", self._kill_sender, fair=False)
+                yield Action(Step("kill the sender's process", "sender", "sender"), self._kill_sender, fair=False)
             if self.receiver_alive:
-                yield Action("kill the receiver's process", self._kill_receiver, fair=False)
+                yield Action(
+                    Step("kill the receiver's process", "receiver", "receiver"), self._kill_receiver, fair=False
+                )
 
     def _runner_actions(self, at: int, life: Life, half: SenderHalf) -> Iterator[Action]:
         scope = self.scope
         active = half.state is SenderState.ACTIVE
         if active and life.accepted.bit_count() < scope.chunks:
-            yield self._act(at, "submit a chunk", self._submit_chunk, fair=False)
+            yield self._act(RUNNER, at, "submit a chunk", self._submit_chunk, fair=False)
             if "segment" in scope.faults:
-                yield self._act(at, "submit the last chunk of a segment", self._submit_segment_end, fair=False)
+                yield self._act(RUNNER, at, "submit the last chunk of a segment", self._submit_segment_end, fair=False)
         if active:
-            yield self._act(at, "submit the end", self._submit_end, fair=True)
+            yield self._act(RUNNER, at, "submit the end", self._submit_end, fair=True)
         if half.state is SenderState.FAILED and not half.release_noted:
-            yield self._act(at, "release the failed", partial(self._leave, "release"), fair=True)
+            yield self._act(RUNNER, at, "release the failed", partial(self._leave, "release"), fair=True)
         elif "cancel" in scope.faults:
             for name in _LEAVES:
-                yield self._act(at, name, partial(self._leave, name), fair=False)
+                yield self._act(RUNNER, at, name, partial(self._leave, name), fair=False)
 
     def _outbox_actions(self, at: int, half: SenderHalf) -> Iterator[Action]:
         if at in self.stops:
-            yield self._act(at, "the stop arrives", self._stopped, fair=True)
+            yield self._act(STOP, at, "the stop arrives", self._stopped, fair=True)
         if not self.receiver_alive:
-            yield self._act(at, "the receiver's process is lost", self._receiver_lost, fair=True)
+            yield self._act(STOP, at, "the receiver's process is lost", self._receiver_lost, fair=True)
         task = half.in_flight
         if task is None:
             if half.ready and self._owns(at):
-                yield self._act(at, "begin the head", self._begin, fair=True)
+                yield self._act(SENDER, at, "begin the head", self._begin, fair=True)
         elif task.frame is None:
             yield from self._produce_actions(at, task)
         elif self.receiver_alive:
             yield from self._put_actions(at, task.frame)
 
     def _produce_actions(self, at: int, task: SendTask) -> Iterator[Action]:
-        yield self._act(at, f"the producer of the {task.kind} returns", self._produce, fair=True)
+        yield self._act(PRODUCER, at, f"the producer of the {task.kind} returns", self._produce, fair=True)
         if task.kind is TaskKind.CHUNK:
-            yield self._act(at, "the producer buffers", self._buffer, fair=False)
+            yield self._act(PRODUCER, at, "the producer buffers", self._buffer, fair=False)
         if "raise" in self.scope.faults:
-            yield self._act(at, f"the producer of the {task.kind} raises", self._raise, fair=False)
+            yield self._act(PRODUCER, at, f"the producer of the {task.kind} raises", self._raise, fair=False)
 
     def _put_actions(self, at: int, frame: Frame) -> Iterator[Action]:
         name = _words(frame)
-        yield self._act(at, f"put {name}: stored", self._put_stored, fair=True)
+        yield self._act(PUT, at, f"put {name}: stored", self._put_stored, fair=True)
         if "put" in self.scope.faults:
-            yield self._act(at, f"put {name}: busy", self._put_busy, fair=False)
-            yield self._act(at, f"put {name}: failed", self._put_failed, fair=False)
-            yield self._act(at, f"put {name}: reported failure, was stored", self._put_lied, fair=False)
-            yield self._act(at, f"put {name}: refused", self._put_refused, fair=False)
+            yield self._act(PUT, at, f"put {name}: busy", self._put_busy, fair=False)
+            yield self._act(PUT, at, f"put {name}: failed", self._put_failed, fair=False)
+            yield self._act(PUT, at, f"put {name}: reported failure, was stored", self._put_lied, fair=False)
+            yield self._act(PUT, at, f"put {name}: refused", self._put_refused, fair=False)
 
     def _deliver_actions(self) -> Iterator[Action]:
         at, frame = self.wire[0]
         half = self.lives[at].receiver
         if half is not None and half.wants_body and not half.getting and frame.body is not None:
-            yield self._act(at, f"begin to get {_words(frame)}", self._begin_get, fair=True)
+            yield self._act(GET, at, f"begin to get {_words(frame)}", self._begin_get, fair=True)
         else:
-            yield self._act(at, f"get {_words(frame)}", self._get, fair=True)
+            yield self._act(GET, at, f"get {_words(frame)}", self._get, fair=True)
             if "get" in self.scope.faults and half is not None and half.getting:
-                yield self._act(at, f"get {_words(frame)}: failed", self._get_failed, fair=False)
-                yield self._act(at, f"get {_words(frame)}: invalid", self._get_invalid, fair=False)
+                yield self._act(GET, at, f"get {_words(frame)}: failed", self._get_failed, fair=False)
+                yield self._act(GET, at, f"get {_words(frame)}: invalid", self._get_invalid, fair=False)
 
     def _receiver_actions(self, at: int, life: Life, half: ReceiverHalf) -> Iterator[Action]:
         if half.staged:
-            yield self._act(at, "consume", self._consume, fair=True)
+            yield self._act(SCHEDULER, at, "consume", self._consume, fair=True)
         if half.state is ReceiverState.FAILED:
-            yield self._act(at, "take the failure", self._consume, fair=False)
-            yield self._act(at, "the receiver cancels", partial(self._receiver_leaves, CANCELLED), fair=False)
-            yield self._act(at, "release the failed receiver", partial(self._receiver_leaves, DONE), fair=True)
+            yield self._act(SCHEDULER, at, "take the failure", self._consume, fair=False)
+            yield self._act(
+                SCHEDULER, at, "the receiver cancels", partial(self._receiver_leaves, CANCELLED), fair=False
+            )
+            yield self._act(
+                SCHEDULER, at, "release the failed receiver", partial(self._receiver_leaves, DONE), fair=True
+            )
         elif "cancel" in self.scope.faults and half.state is not ReceiverState.CANCELLED_CURRENT:
-            yield self._act(at, "the receiver cancels", partial(self._receiver_leaves, CANCELLED), fair=False)
-            yield self._act(at, "the receiver is released", partial(self._receiver_leaves, DONE), fair=False)
-            yield self._act(at, "the request fails elsewhere", self._request_failed, fair=False)
+            yield self._act(
+                SCHEDULER, at, "the receiver cancels", partial(self._receiver_leaves, CANCELLED), fair=False
+            )
+            yield self._act(SCHEDULER, at, "the receiver is released", partial(self._receiver_leaves, DONE), fair=False)
+            yield self._act(SCHEDULER, at, "the request fails elsewhere", self._request_failed, fair=False)
         if not self.sender_alive and not self.wire:
-            yield self._act(at, "the sender's process is lost", self._sender_lost, fair=True)
+            yield self._act(GET, at, "the sender's process is lost", self._sender_lost, fair=True)
         if half.waiting and (life.marker_lost or "deadline" in self.scope.faults):
-            yield self._act(at, "the deadline passes", self._deadline, fair=life.marker_lost)
+            yield self._act(SCHEDULER, at, "the deadline passes", self._deadline, fair=life.marker_lost)
 
-    def _act(self, at: int, name: str, change: Callable[["EdgeWorld", int, Life], None], *, fair: bool) -> Action:
-        return Action(f"{at}: {name}", partial(self._changed, at, change), fair)
+    def _act(
+        self, lane: Lane, at: int, name: str, change: Callable[["EdgeWorld", int, Life], None], *, fair: bool
+    ) -> Action:
+        return Action(Step(f"{at}: {name}", *lane), partial(self._changed, at, change), fair)
 
     def _changed(self, at: int, change: Callable[["EdgeWorld", int, Life], None]) -> "EdgeWorld":
         twin = self._copy()
@@ -269,6 +318,9 @@ class EdgeWorld:
     @staticmethod
     def _put_stored(world: "EdgeWorld", at: int, life: Life) -> None:
         world._store(at, life)
+        if "completions_by_id" in world.scope.bugs:
+            at, life = len(world.lives) - 1, world.lives[-1].copy()  # whoever has the id now
+            world.lives = (*world.lives[:-1], life)
         world._sender_moved(at, life, life.own_sender().on_stored())
 
     @staticmethod
@@ -320,8 +372,7 @@ class EdgeWorld:
         self.wire = (*self.wire, (at, frame))
 
     def _sender_moved(self, at: int, life: Life, moved: SenderMoved) -> None:
-        if not moved.ignored:
-            self.scope.rows.add(("sender", moved.before, moved.event))
+        self.scope.cells.add(("sender", moved.before, moved.event))
         for effect in moved.effects:
             if effect is SenderEffect.RELEASE:
                 if life.released:
@@ -406,8 +457,7 @@ class EdgeWorld:
         world._receiver_moved(at, life, life.own_receiver().on_deadline(FAILED))
 
     def _receiver_moved(self, at: int, life: Life, moved: ReceiverMoved) -> None:
-        if not moved.ignored:
-            self.scope.rows.add(("receiver", moved.before, moved.event))
+        self.scope.cells.add(("receiver", moved.before, moved.event))
         if ReceiverEffect.STOP_SENDER in moved.effects and life.sender is not None and not life.sender.is_final:
             self.stops |= {at}
         half = life.receiver
