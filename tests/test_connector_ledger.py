@@ -22,6 +22,16 @@ def grant(ledger: CreditLedger, frames: int, nbytes: int, taken_frames: int = 0,
     return ledger.grant(R1, frames=frames, nbytes=nbytes, taken_frames=taken_frames, taken_bytes=taken_bytes)
 
 
+def test_only_a_failed_end_without_an_account_is_of_a_life_the_peer_never_heard_of() -> None:
+    """It waits behind nothing, so no credit will ever come for it."""
+    ledger = CreditLedger()
+    assert ledger.is_unheard_of(failed_end())
+    assert not ledger.is_unheard_of(opening())
+    assert not ledger.is_unheard_of(data(0))
+    ledger.count(opening(), 0)
+    assert not ledger.is_unheard_of(failed_end())
+
+
 @pytest.fixture
 def ledger() -> CreditLedger:
     ledger = CreditLedger()

@@ -360,8 +360,10 @@ def test_a_late_frame_of_an_old_life_never_reaches_a_peer_that_restarted(maker: 
     receiver = maker.receiver()
     greet(sender, receiver)
     ok_end = Frame(EDGE, R1, FrameKind.END, seq=1, cause=Cause(Outcome.OK))
-    for late in (data(1), data(0), ok_end, failed_end()):
+    for late in (data(1), data(0), ok_end):
         assert sender.connector.put(late) == BUSY
+    refused = sender.connector.put(failed_end())  # it waits behind nothing: no credit will ever let it go
+    assert (refused.status, refused.reason) == (PutStatus.REFUSED, "the peer never heard of this life")
     new = Identity("r1", 2)
     sender.put(opening(new))
     sender.put(data(0, b"new", new))

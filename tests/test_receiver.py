@@ -178,7 +178,7 @@ def test_a_frame_ahead_fails_the_stream_and_is_never_silently_skipped(ahead: Fra
     half = active("a", "b")
     half.on_get_begun()
     moved = half.on_frame(ahead, "c", 10)
-    assert told(moved) == ("frame_ahead", "failed", ["record_failure", "tell_sender", "stop_sender"])
+    assert told(moved) == ("frame_ahead", "failed", ["stop_sender", "record_failure", "tell_sender"])
     assert (staged(half), half.next_seq, half.getting) == ([], 2, False)
     assert str(half.cause) == f"error(frame_ahead: seq {ahead.seq} came, 2 was expected)"
 
@@ -230,7 +230,7 @@ def test_a_get_stops_the_clock_and_is_retried_until_its_budget_is_used_up() -> N
         assert told(half.on_get_failed(error("no room"))) == ("get_retried", "active", [])
         assert (half.getting, half.attempts) == (True, attempt)
     moved = half.on_get_failed(error("no room", 11))
-    assert told(moved) == ("get_given_up", "failed", ["record_failure", "tell_sender", "stop_sender"])
+    assert told(moved) == ("get_given_up", "failed", ["stop_sender", "record_failure", "tell_sender"])
     assert (half.getting, str(half.cause), half.cause.at_ns) == (False, "error(no room)", 11)
 
 
@@ -246,13 +246,13 @@ def test_each_get_has_a_budget_of_its_own() -> None:
 # While it is active: failures, which all drop what is staged
 
 
-STOPPED = ["record_failure", "tell_sender", "stop_sender"]
+STOPPED = ["stop_sender", "record_failure", "tell_sender"]
 FAILURES: dict[str, tuple[Happening, list[str]]] = {
     "frame_invalid": (lambda half: half.on_frame_invalid(error("first", 11)), STOPPED),
     "deadline_passed": (lambda half: half.on_deadline(error("first", 11)), STOPPED),
     "unclaimed": (lambda half: half.on_unclaimed(error("first", 11)), STOPPED),
     "peer_lost": (lambda half: half.on_peer_lost(error("first", 11)), ["record_failure", "tell_sender"]),
-    "request_failed": (lambda half: half.on_request_failed(error("first", 11)), ["record_failure", "stop_sender"]),
+    "request_failed": (lambda half: half.on_request_failed(error("first", 11)), ["stop_sender", "record_failure"]),
 }
 
 

@@ -7,6 +7,7 @@ from scripted import (
     R1,
     R2,
     RETRY,
+    RETRY_BUT_STORED,
     ROOM,
     STORED,
     CountingProducer,
@@ -282,3 +283,63 @@ def test_an_unclaimed_frame_that_comes_again_does_not_use_up_the_first_credit() 
     stage.come(opening(), data(0, large), data(0, large))
     stage.open("r", R1)
     assert stage.take("r").payload == large
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_put_that_reports_failure_after_its_life_was_lost_leaves_nothing_in_the_connector(*, raises: bool) -> None:
+    """It may have been stored; and nobody is left to read it."""
+    stage = sender_only()
+    stage.open("r", R1)
+
+    def lose(frame: Frame) -> PutOutcome:
+        stage.sink.say(PeerLost())
+        stage.runtime.sink_once()
+        if raises:
+            stage.sink._store(frame)
+            raise OSError("gone")
+        return RETRY_BUT_STORED
+
+    stage.sink.plan.append(lose)
+    stage.submit("r", "c0")
+    stage.run()
+    stage.runtime.release("r")
+    assert stage.rest() == {}
+
+
+def test_the_end_of_a_front_goes_out_when_its_input_ends_without_an_opening() -> None:
+    """It waits for ``open``, or for anything else that says that nothing more is to come."""
+    stage = front()
+    stage.open("r", R1)
+    stage.runtime.end("r")
+    stage.run()
+    stage.come(ok_end(0))
+    assert stage.take("r").kind is TakenKind.END
+    stage.run()
+    assert stage.wire() == ["open", "end 0 ok"]
+
+
+def test_the_stored_end_of_a_failed_life_is_not_reclaimed_with_it() -> None:
+    """Its receiver has perhaps not read it yet, and would wait for its deadline."""
+    stage = sender_only()
+    stage.open("r", R1)
+    stage.runtime.fail("r", "boom")
+    stage.run()
+    stage.runtime.release("r")
+    assert stage.wire() == ["open", "end error(boom)"]
+    assert stage.sink.reclaimed == [(R1, False)]
+
+
+@pytest.mark.parametrize("fails", ["unclaimed", "frame_invalid"])
+def test_a_stop_goes_out_before_the_credit_that_lets_the_rest_come(fails: str) -> None:
+    """With credit first the sender could end well, and its host would never hear of the stop."""
+    stage = receiver_only(answer=lambda _: Later())
+    said: list[str] = []
+    stage.source.stop = lambda *_: said.append("stop")
+    stage.source.grant = lambda *_, frames, **__: said.append("waiver" if frames > 100 else "credit")
+    if fails == "unclaimed":
+        stage.come(opening())
+        stage.pass_time(100.0)
+    else:
+        stage.open("r", R1)
+        stage.come(opening(), data(5, "a"))
+    assert [word for word in said if word != "credit"][:2] == ["stop", "waiver"]

@@ -141,7 +141,7 @@ def test_a_failed_end_that_cannot_be_put_is_reported_as_lost() -> None:
     stage.run()
     assert stage.collect().marker_lost == {"r": Cause(Outcome.ERROR, "put_given_up: too large")}
     stage.runtime.release("r")
-    assert stage.sink.reclaimed == [(R1, False), (R1, True)]
+    assert stage.sink.reclaimed == [(R1, False)]  # its end may have been stored all the same
     assert stage.rest() == {}
 
 

@@ -562,7 +562,7 @@ def test_an_end_in_flight_decides_when_another_cause_comes() -> None:
     assert (queue(half), look(half.in_flight)) == ([], "end ok")
     assert told(half.on_stored()) == ("end_put", "failed", [])
     assert (half.in_flight, queue(half), half.marker_settled) == (None, [], True)
-    assert told(half.on_released(cancel())) == ("released_after_end", "finalized", ["release", "reclaim_unread"])
+    assert told(half.on_released(cancel())) == ("released_after_end", "finalized", ["release"])
 
 
 @pytest.mark.parametrize(
@@ -717,7 +717,7 @@ def test_an_ok_end_that_is_given_up_after_a_failure_becomes_an_end_error_with_th
     assert told(half.on_stored()) == ("end_put_after_release", "finalized", ["release"])
 
 
-LOST = ["report_marker_lost", "release", "reclaim_unread"]
+LOST = ["report_marker_lost", "release"]
 
 
 def test_a_cancelled_life_whose_ok_end_is_given_up_reports_the_marker_lost() -> None:
@@ -761,7 +761,7 @@ def test_a_failed_life_whose_end_is_given_up_reports_the_marker_lost_and_keeps_i
     build(half)
     assert told(give_up(half)) == ("end_given_up", "failed", ["report_marker_lost"])
     assert half.marker_settled
-    assert told(half.on_closed(cancel())) == ("released_after_end", "finalized", ["release", "reclaim_unread"])
+    assert told(half.on_closed(cancel())) == ("released_after_end", "finalized", ["release"])
 
 
 def test_a_failed_life_that_was_let_go_ends_when_its_end_is_given_up() -> None:
@@ -915,7 +915,7 @@ def test_a_failed_life_notes_that_it_was_let_go_while_its_end_is_owed(leave: Hap
 @LEAVE
 def test_a_failed_life_whose_end_is_out_is_released_at_once(leave: Happening, event: str) -> None:
     half = settled()
-    assert told(leave(half)) == ("released_after_end", "finalized", ["release", "reclaim_unread"])
+    assert told(leave(half)) == ("released_after_end", "finalized", ["release"])
 
 
 @pytest.mark.parametrize(

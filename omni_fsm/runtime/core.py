@@ -117,6 +117,8 @@ class StageCore:
         self.reports.transition(request, half, moved)
         for effect in moved.effects:
             self._do_for_receiver(turn, request, half, effect)
+        if self.config.front:
+            self.dispatch(turn, request)  # its end may have waited for what just came
         key = ("deadline", request.identity)
         if half.waiting and self.config.input_wait_s:
             self.set_timer(turn, key, self.config.input_wait_s)
@@ -152,7 +154,6 @@ class StageCore:
             case ReceiverEffect.REPORT_OPEN:
                 self.feedback.opened[request.internal_id] = None
                 self.woken(turn)
-                self.dispatch(turn, request)
             case ReceiverEffect.GRANT_CREDIT:
                 self.grant(turn, half)
             case ReceiverEffect.WAKE_SCHEDULER:

@@ -193,9 +193,9 @@ class Inbox:
         core = self.core
         core.tables.unclaimed.pop(identity, None)
         core.timers.cancel(("unclaimed", identity))
-        core.turn_away(turn, identity, cause)
         if core.source is not None:
-            turn.later(core.source.stop, identity, cause)
+            turn.later(core.source.stop, identity, cause)  # before the waiver: with credit its sender would end well
+        core.turn_away(turn, identity, cause)
 
     def _offer(self, identity: Identity) -> None:
         """Ask the host, outside the lock, what to do with a request it has not registered."""

@@ -113,7 +113,7 @@ class Outbox:
             return True  # peer loss ended the life while its frame was queued
         frame, outcome = self._put(task.frame)
         with core.turn() as turn:
-            if core.losses != losses and outcome.status is PutStatus.STORED:
+            if core.losses != losses and outcome.status in (PutStatus.STORED, PutStatus.RETRY):
                 self._crossed_a_loss(turn, request, half, frame)
             else:
                 self._feed(turn, request, half, frame, outcome, woken=request.wakes != wakes)

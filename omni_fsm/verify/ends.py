@@ -231,12 +231,13 @@ class Watcher:
         """The producer: passes outputs on, and keeps the life's name in its state."""
         lives = self._state(context, self._make)
         self._happen()
-        if self._state(context, list) is not lives and not self.problem and lives is not None:
+        again = self._state(context, list)
+        if again is not None and again is not lives:
             self.problem = self.problem or "a life that goes on has lost its state"
-        if lives is not None and any(life != context.identity for life in lives):
-            self.problem = "a producer sees another generation's state"
-        if lives is not None:
-            lives.append(context.identity)
+        if again is not None:
+            if any(life != context.identity for life in again):
+                self.problem = "a producer sees another generation's state"
+            again.append(context.identity)
         if self.raises:
             raise ValueError(f"raised at {self.stage}")
         return context.output

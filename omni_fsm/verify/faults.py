@@ -174,6 +174,13 @@ def _turn_away_in_silence(self: Inbox, turn: Turn, identity: Identity, cause: Ca
     self.core.turn_away(turn, identity, cause)
 
 
+def _turn_away_with_credit(self: Inbox, turn: Turn, identity: Identity, cause: Cause) -> None:
+    """Credit without bound goes out before the stop."""
+    _turn_away_in_silence(self, turn, identity, cause)
+    if self.core.source is not None:
+        turn.later(self.core.source.stop, identity, cause)
+
+
 def _tell_nobody(*_: object) -> None:
     """The binding of a request's halves does nothing."""
 
@@ -339,6 +346,12 @@ FAULTS: tuple[Fault, ...] = (
         "frames are dropped unclaimed, and their sender never hears of it",
         _line(),
         (Inbox, "_turn_away", _turn_away_in_silence),
+    ),
+    Fault(
+        "waiver_overtakes_the_stop",
+        "a stream is turned away, and its sender is given credit before it is stopped: it ends well, and nobody is told",
+        _line(),
+        (Inbox, "_turn_away", _turn_away_with_credit),
     ),
     Fault(
         "failed_receiver_spares_its_sender",

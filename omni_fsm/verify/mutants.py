@@ -1,0 +1,165 @@
+"""Every one-cell defect of both tables, and whether the explorations notice it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+from omni_fsm.protocol.table import Cell, Table
+from omni_fsm.runtime import intake
+from omni_fsm.tables import receiver_table, sender_table
+from omni_fsm.verify.explore import Found, explore
+from omni_fsm.verify.pipeline import EVERY_WRONG, PipelineScope, line, ring
+from omni_fsm.verify.world import ALL_FAULTS, Scope
+
+LIMIT = 300_000
+AnyTable = Table[Any, Any, Any, Any]
+AnyCell = Cell[Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A table with one cell changed.
+
+    Attributes:
+        machine: ``sender`` or ``receiver``.
+        state: Of the cell.
+        event: Of the cell.
+        what: What was done to it.
+        cell: The cell now; None where it was dropped.
+    """
+
+    machine: str
+    state: Any
+    event: Any
+    what: str
+    cell: AnyCell | None
+
+    @property
+    def name(self) -> str:
+        """As reports show it."""
+        return f"{self.machine}: {self.event} in {self.state}: {self.what}"
+
+    def table(self) -> AnyTable:
+        """The whole table with it."""
+        table = TABLES[self.machine]()
+        cells = {key: cell for key, cell in table.cells.items() if key != (self.state, self.event)}
+        if self.cell is not None:
+            cells[self.state, self.event] = self.cell
+        return Table(table.machine, table.initial, table.final, cells)
+
+
+TABLES: dict[str, Callable[[], AnyTable]] = {"sender": sender_table, "receiver": receiver_table}
+
+
+def all_mutants() -> Iterator[Mutant]:
+    """Every row dropped, ignored, with another target, without one of its actions; every ignore made a row."""
+    for machine, table in TABLES.items():
+        states = list(type(table().initial))
+        for (state, event), cell in table().cells.items():
+            changed = partial(Mutant, machine, state, event)
+            if cell.ignored:
+                yield from _made_rows(changed, table(), event, state)
+                continue
+            yield changed("row dropped", None)
+            yield changed("row made an ignore", Cell(state, ignored="mutated"))
+            for target in states:
+                if target is not cell.next:
+                    yield changed(f"leads to {target}, not {cell.next}", replace(cell, next=target))
+            for action in (*cell.bookkeeping, *cell.effects):
+                yield changed(f"without {action}", _without(cell, action))
+
+
+def _made_rows(changed: Callable[..., Mutant], table: AnyTable, event: Any, state: Any) -> Iterator[Mutant]:
+    """An ignore made a row: the row that the event has in another state, where it has one."""
+    for (at, happened), cell in table.cells.items():
+        if happened is event and at is not state and not cell.ignored:
+            yield changed(f"ignore made a row, as in {at}", cell)
+            return
+
+
+def _without(cell: AnyCell, action: Any) -> AnyCell:
+    return replace(
+        cell,
+        bookkeeping=tuple(task for task in cell.bookkeeping if task is not action),
+        effects=tuple(effect for effect in cell.effects if effect is not action),
+    )
+
+
+AnyScope = Scope | PipelineScope
+SCOPES: tuple["partial[AnyScope]", ...] = (
+    partial(Scope, faults=frozenset()),
+    *(partial(Scope, faults=frozenset({fault})) for fault in sorted(ALL_FAULTS)),
+    partial(Scope, faults=frozenset({"segment"})),
+    partial(PipelineScope, ring(), eager=True),
+    partial(PipelineScope, line(chunks=3, window_frames=1)),
+    *(
+        partial(PipelineScope, line(chunks=3, window_frames=1), wrongs=frozenset({wrong}), budget=1, meanwhile=True)
+        for wrong in sorted(EVERY_WRONG)
+    ),
+    partial(PipelineScope, ring(), wrongs=frozenset({"raise"}), budget=1, eager=True),
+    partial(PipelineScope, ring(), wrongs=frozenset({"refuse"}), budget=1, eager=True),
+    partial(PipelineScope, ring(), wrongs=frozenset({"load"}), budget=1, eager=True),
+    partial(PipelineScope, ring(), wrongs=frozenset({"kill"}), budget=1, eager=True),
+    partial(Scope, faults=ALL_FAULTS | {"segment"}),
+    partial(PipelineScope, ring(), wrongs=frozenset({"release"}), budget=1, eager=True),
+    partial(PipelineScope, ring(), wrongs=frozenset({"cancel"}), budget=1, eager=True),
+    partial(PipelineScope, ring(), wrongs=frozenset({"deadline"}), budget=1, eager=True),
+    partial(Scope, chunks=2, faults=frozenset({"put", "raise"})),
+    partial(Scope, generations=2, retries=0, faults=frozenset({"cancel", "raise"})),
+)
+"""Small scopes first."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of a mutant: what noticed it, or nothing."""
+
+    mutant: str
+    problem: str
+
+
+@cache
+def reached(number: int) -> frozenset[tuple[str, str, str]]:
+    """The cells that the sound tables use in a scope."""
+    scope = SCOPES[number]()
+    explore(scope.world(), LIMIT)
+    return frozenset((machine, str(state), str(event)) for machine, state, event in scope.cells)
+
+
+def notice(mutant: Mutant) -> Seen:
+    """Explore, in one scope after the other, until something notices the mutant."""
+    cell = (mutant.machine, str(mutant.state), str(mutant.event))
+    for number in range(len(SCOPES)):
+        if cell in reached(number):
+            problem = _problem(mutant, number)
+            if problem:
+                return Seen(mutant.name, problem)
+    return Seen(mutant.name, "")
+
+
+def _problem(mutant: Mutant, number: int) -> str:
+    scope, patch = _with(SCOPES[number](), mutant)
+    with patch:
+        found: Found = explore(scope.world(), LIMIT)
+    if found.problem or not found.complete:
+        return found.problem or "more states than the sound tables have"
+    used = {(machine, str(state), str(event)) for machine, state, event in scope.cells}
+    never = sorted(row for row in reached(number) - used if row in _rows())
+    return f"never reached: {' '.join(never[0])}" if never else ""
+
+
+def _with(scope: AnyScope, mutant: Mutant) -> tuple[AnyScope, AbstractContextManager[Any]]:
+    if isinstance(scope, Scope):
+        return replace(scope, **{mutant.machine: mutant.table()}), nullcontext()
+    table = mutant.table()
+    return scope, mock.patch.object(intake, f"{mutant.machine}_table", lambda: table)
+
+
+@cache
+def _rows() -> frozenset[tuple[str, str, str]]:
+    from omni_fsm.verify.scopes import all_rows
+
+    return frozenset(all_rows())
