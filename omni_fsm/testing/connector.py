@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from omni_fsm.connectors.port import (
     Connector,
     ConnectorClosedError,
@@ -14,6 +16,7 @@ from omni_fsm.connectors.port import (
     PeerBack,
     PeerLost,
     PutStatus,
+    RoomReturned,
     Stopped,
 )
 from omni_fsm.protocol.frames import Cause, Frame, Outcome
@@ -21,6 +24,7 @@ from omni_fsm.protocol.identity import Identity
 from omni_fsm.testing.edge import (
     IDS,
     MAX_IDLE_CPU,
+    MAX_IDLE_WAITS,
     R1,
     WIDE_BYTES,
     WIDE_FRAMES,
@@ -33,20 +37,29 @@ from omni_fsm.testing.edge import (
     named,
     pattern,
 )
+from omni_fsm.testing.peers import PeerRules
+
+_MIB = 1 << 20
 
 
-class ConnectorConformance:
+class ConnectorConformance(PeerRules):
     """Base class of a pytest class: give it ends, and each rule of the port is a test.
 
     Attributes:
         patience_s: How long something may take that must happen.
         settle_s: How long a frame or notice is under way at most, when nothing else is.
         large_bytes: Size of the large bodies; above the connector's own buffers, if it has any, and below its frame limit.
+        room_bytes: How much is put unread to run out of room; a connector that takes all of it is not asked for more.
+        frame_limit_bytes: The largest body of one frame; None where there is no limit.
+        loss_s: How long after the death of its process a peer may be taken for alive.
     """
 
     patience_s: float = 10.0
     settle_s: float = 0.015
     large_bytes: int = 6 << 20
+    room_bytes: int = 128 << 20
+    frame_limit_bytes: int | None = 1 << 30
+    loss_s: float = 1.0
 
     def make_edge(self) -> Ends | AbstractContextManager[Ends]:
         """A new edge: its sending and its receiving end, in this order; or a context manager that gives them.
@@ -268,6 +281,46 @@ class ConnectorConformance:
             if list(firsts) != [0, 1]:
                 broken("repeated", f"frames {list(firsts)} came where 0 and 1 were put twice each")
 
+    def test_room_that_returns_is_told(self) -> None:
+        """Rule room: a put that is busy for want of room stores nothing; once there is room, RoomReturned says so."""
+        with self._edge() as edge:
+            edge.claim()
+            frames = []
+            for seq in range(self.room_bytes // _MIB):
+                frames.append(edge.data(seq, pattern(seq, _MIB)))
+                if (status := edge.put_unread(frames[-1])) is not PutStatus.STORED:
+                    break
+            else:
+                pytest.skip(f"{self.room_bytes} bytes are not more than there is room for")
+            if status is not PutStatus.BUSY:
+                broken("room", f"{named(frames[-1])} was {status}, not busy, where there was no room for it")
+            told = len(edge.told)
+
+            def returned() -> bool:
+                return RoomReturned() in edge.told[told:] or CreditReturned(R1) in edge.told[told:]
+
+            edge.until("room", "no RoomReturned came once all was read", returned)
+            edge.store("room", frames[-1])
+            edge.expect(*frames)
+
+    def test_a_body_over_the_limit_is_refused(self) -> None:
+        """Rule refused: it is refused with a reason, costs neither credit nor room, and harms no other frame."""
+        if self.frame_limit_bytes is None:
+            pytest.skip("frame_limit_bytes says that there is no limit")
+        block = memoryview(bytes(_MIB))  # the same one again and again: a body of any size costs no memory here
+        parts = (block,) * (self.frame_limit_bytes // _MIB) + (block[: self.frame_limit_bytes % _MIB + 1],)
+        with self._edge() as edge:
+            edge.claim(frames=1)
+            small = edge.data(0, b"small")
+            outcome = edge.sender.put(replace(small, body=BytesBody(parts)))
+            if outcome.status is not PutStatus.REFUSED:
+                broken("refused", f"a body of {self.frame_limit_bytes + 1} bytes was {outcome.status}, not refused")
+            if not outcome.reason:
+                broken("refused", f"a body of {self.frame_limit_bytes + 1} bytes was refused without a reason")
+            if edge.put(small) is not PutStatus.STORED:
+                broken("refused", "the next frame of the stream was not stored, though a refused one uses no credit")
+            edge.expect(small)
+
     # -- notices and ends ------------------------------------------------------------------------------------------
 
     def test_a_stop_comes_with_its_cause(self) -> None:
@@ -365,14 +418,16 @@ class ConnectorConformance:
         with self._edge() as edge:
             edge.settle()
             for name, end in (("sending", edge.sender), ("receiving", edge.receiver)):
-                used_s: list[float] = []
-                thread = threading.Thread(target=idle, args=(end, idle_s, used_s), daemon=True)
+                waits: list[tuple[float, int]] = []
+                thread = threading.Thread(target=idle, args=(end, idle_s, waits), daemon=True)
                 thread.start()
                 thread.join(self.patience_s)
-                if not used_s:
+                if not waits:
                     broken("idle", f"wait({idle_s}) of the {name} end did not return in {self.patience_s} s")
-                if used_s[0] > MAX_IDLE_CPU * idle_s:
-                    broken("idle", f"an idle wait of {idle_s} s at the {name} end computed for {used_s[0]:.3f} s")
+                used_s, count = waits[0]
+                if used_s > MAX_IDLE_CPU * idle_s or count > MAX_IDLE_WAITS:
+                    told = f"computed for {used_s:.3f} s, in {count} waits"
+                    broken("idle", f"an idle wait of {idle_s} s at the {name} end {told}")
 
     def test_a_wait_is_ended_by_what_comes(self) -> None:
         """Rule wakes: a wait under way ends with a frame, a notice, wake and close."""

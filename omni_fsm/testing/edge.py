@@ -30,6 +30,8 @@ MAX_RETRIES: Final = 20
 MIN_TURNS: Final = 20  # a machine that stood still was not patient
 MAX_IDLE_CPU: Final = 0.3
 """The part of an idle wait's time that its thread may compute."""
+MAX_IDLE_WAITS: Final = 50
+"""How often an idle wait may return before its time: on a busy machine one that spins computes little."""
 
 IDS: Final = (
     Identity("../../etc/passwd", 0),
@@ -188,6 +190,14 @@ class EdgeDriver:
             self._again.add(frame.key)
         return status
 
+    def put_unread(self, frame: Frame) -> PutStatus:
+        """What a put answers, after its retries, while the receiving end stands still."""
+        status = PutStatus.RETRY
+        for _ in range(MAX_RETRIES):
+            if status is PutStatus.RETRY:
+                status = self.put_once(frame)
+        return status
+
     def store(self, rule: str, *frames: Frame) -> None:
         """Put frames that must be stored in the end, whatever room they wait for."""
 
@@ -301,10 +311,11 @@ def _size(body: bytes | None) -> str:
     return "without a body" if body is None else f"with {len(body)} bytes"
 
 
-def idle(end: Connector, idle_s: float, used_s: list[float]) -> None:
-    """Repeat an idle wait until the time is over; say how much of it was computed."""
-    deadline_s, before_s = time.monotonic() + idle_s, time.thread_time()
+def idle(end: Connector, idle_s: float, waits: list[tuple[float, int]]) -> None:
+    """Repeat an idle wait until the time is over; say how much of it was computed, in seconds, and in how many waits."""
+    deadline_s, before_s, count = time.monotonic() + idle_s, time.thread_time(), 0
     while (left_s := deadline_s - time.monotonic()) > 0:
         end.wait(left_s)
         end.signals()
-    used_s.append(time.thread_time() - before_s)
+        count += 1
+    waits.append((time.thread_time() - before_s, count))

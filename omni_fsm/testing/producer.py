@@ -1,8 +1,13 @@
 """What every producer must do: its payloads depend on its own request and on nothing else."""
 
+import random
+import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,15 +25,62 @@ Payloads = list[bytes | None]
 """What each call of one request gave, as bytes; None where there was nothing to send."""
 
 
+_THREADS: Final = 4
+_SWITCH_S: Final = 1e-6
+
+
 def _store() -> StateStore:
     return StateStore(threading.RLock())
 
 
-class _Request:
-    """One life of a request, called as the runtime would call its producer: one call a step, then one with the end."""
+class _YieldingLock:
+    """A lock of a state store that lets another thread run before it is taken: whatever a call keeps elsewhere is seen."""
 
-    def __init__(self, store: StateStore, identity: Identity, steps: Sequence[Any], end: Any, rule: str) -> None:
-        self.identity, self.rule = identity, rule
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        time.sleep(0)
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._lock.release()
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+class _Request:
+    """One life of a request, called as the runtime would call its producer: one call a step, then one with the end.
+
+    Args:
+        store: Where its state is.
+        identity: External id and generation.
+        steps: What its producer is called with.
+        end: What the last call gets.
+        rule: What a raise breaks.
+        cuts: Numbers of the calls that end a segment, besides the last one.
+    """
+
+    def __init__(  # noqa: PLR0913 - one request
+        self,
+        store: StateStore,
+        identity: Identity,
+        steps: Sequence[Any],
+        end: Any,
+        rule: str,
+        *,
+        cuts: frozenset[int] = frozenset(),
+    ) -> None:
+        self.identity, self.rule, self._cuts, self._store = identity, rule, cuts, store
         self._state = store.own(Owner(f"internal {identity}", identity))
         self._outputs = [*steps, end]
         self.objects: list[Any] = []
@@ -44,9 +96,9 @@ class _Request:
             identity=self.identity,
             output=output,
             is_finished=is_finished,
-            is_segment_finished=is_finished,
-            segment=0,
-            seq=sum(payload is not None for payload in self.payloads),
+            is_segment_finished=is_finished or len(self.payloads) in self._cuts,
+            segment=sum(cut < len(self.payloads) for cut in self._cuts),
+            seq=sum(p is not None or at in self._cuts for at, p in enumerate(self.payloads)),
             state=self._state,
         )
 
@@ -61,6 +113,8 @@ class _Request:
             raise AssertionError(f"rule {self.rule}: {self.identity}: call {at} raised {error!r}") from error
         self.objects.append(payload)
         self.payloads.append(self._bytes(at, payload))
+        if at in self._cuts:
+            self._store.reset_segment(self.identity)
 
     def check_kept(self) -> None:
         """What the last call gave still has the same bytes."""
@@ -99,9 +153,17 @@ class ProducerConformance:
 
     Attributes:
         interleavings: How many orders of the calls of three requests are tried.
+        segmentations: How many cuts of a request into segments are tried.
+        rounds: How often requests are run on several threads at once.
+        whole_in_segments: Whether the payloads carry the same however a request is cut into segments.
+        segments_alone: Whether a segment gives what it would give as the first one of a request.
     """
 
     interleavings: int = 25
+    segmentations: int = 10
+    rounds: int = 5
+    whole_in_segments: bool = True
+    segments_alone: bool = False
 
     def make_producer(self) -> Producer:
         """A new producer. Called by: each test, once or more."""
@@ -130,10 +192,18 @@ class ProducerConformance:
         """What one payload contributes to `whole`."""
         raise NotImplementedError
 
-    def _request(
-        self, store: StateStore, rule: str, *, name: str = "r0", steps: int | None = None, generation: int = 1
+    def _request(  # noqa: PLR0913 - one request
+        self,
+        store: StateStore,
+        rule: str,
+        *,
+        name: str = "r0",
+        steps: slice | int | None = None,
+        generation: int = 1,
+        cuts: frozenset[int] = frozenset(),
     ) -> _Request:
-        return _Request(store, Identity(name, generation), self.make_steps()[:steps], self.make_end(), rule)
+        wanted = steps if isinstance(steps, slice) else slice(steps)
+        return _Request(store, Identity(name, generation), self.make_steps()[wanted], self.make_end(), rule, cuts=cuts)
 
     def _run(self, producer: Producer, rule: str, **request: Any) -> _Request:
         """A request alone, in a store of its own."""
@@ -233,13 +303,100 @@ class ProducerConformance:
         except Exception:  # noqa: BLE001 - that is what this call is for
             return
 
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def _cuts(self) -> Iterator[frozenset[int]]:
+        """Calls that end a segment: none, all steps, and some."""
+        count = len(self.make_steps())
+        yield frozenset()
+        yield frozenset(range(count))
+        chance = random.Random(count)  # noqa: S311 - the same cuts in every run
+        for _ in range(self.segmentations - 2):
+            yield frozenset(at for at in range(count) if chance.random() < 1 / 2)
+
+    def test_any_cut_into_segments_is_a_request(self) -> None:
+        """Rule segments: cut into segments in any way, it raises nothing, carries the same, and disturbs nobody."""
+        whole = self.whole() if self.whole_in_segments else None
+        for cuts in self._cuts():
+            alone = self._run(self.make_producer(), "segments", cuts=cuts)
+            how = f"with a segment's end at calls {sorted(cuts)}"
+            if whole is not None and (carried := self._carried(alone)) != whole:
+                lost = f"{len(carried)} bytes" if len(carried) != len(whole) else "other ones"
+                broken("segments", f"the payloads carry {lost} where {len(whole)} bytes went in, {how}")
+            plain = self._run(self.make_producer(), "segments", name="r1")
+            producer, store = self.make_producer(), _store()
+            cut, other = self._request(store, "segments", cuts=cuts), self._request(store, "segments", name="r1")
+            while cut.calls_left:
+                cut.call(producer)
+                other.call(producer)
+            _compare("segments", cut, alone.payloads, f"beside another request, {how}")
+            _compare("segments", other, plain.payloads, f"beside a request {how}")
+
+    def test_a_segment_is_as_the_first_one(self) -> None:
+        """Rule segment-scope: where segments_alone says so, a segment gives what it gives as the first of a request."""
+        if not self.segments_alone:
+            pytest.skip("segments_alone does not say so")
+        count = len(self.make_steps())
+        for cut in range(count - 1):
+            run = self._run(self.make_producer(), "segment-scope", cuts=frozenset({cut}))
+            first = self._run(self.make_producer(), "segment-scope", steps=slice(cut + 1, None))
+            for at, (was, now) in enumerate(zip(first.payloads, run.payloads[cut + 1 :], strict=True), cut + 1):
+                if was != now:
+                    sizes = f"{_size(was)} in a first segment and {_size(now)} in a second{_same(was, now)}"
+                    broken("segment-scope", f"{run.identity}: call {at} gave {sizes}")
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def test_threads_do_not_disturb_each_other(self) -> None:
+        """Rule threads: called for several requests at once, on threads of their own, it gives what each gives alone."""
+        names = [f"r{n}" for n in range(_THREADS)]
+        alone = {name: self._run(self.make_producer(), "threads", name=name).payloads for name in names}
+        for _ in range(self.rounds):
+            producer, store = self.make_producer(), StateStore(_YieldingLock())
+            requests = [self._request(store, "threads", name=name) for name in names]
+            with _switching_often():
+                self._run_at_once(producer, requests)
+            for request in requests:
+                request.check_kept()
+                _compare("threads", request, alone[request.identity.external_id], "beside others on other threads")
+
+    @staticmethod
+    def _run_at_once(producer: Producer, requests: Sequence[_Request]) -> None:
+        """Run each request on a thread of its own; they call together, each request one call behind the one before."""
+        together, raised = threading.Barrier(len(requests)), list[BaseException]()
+        turns = requests[0].calls_left + len(requests)
+
+        def run(late: int, request: _Request) -> None:
+            try:
+                for turn in range(turns):
+                    together.wait()
+                    if turn >= late and request.calls_left:
+                        request.call(producer)
+            except BaseException as error:  # noqa: BLE001 - told below, by the test's own thread
+                if not isinstance(error, threading.BrokenBarrierError):
+                    raised.append(error)
+                together.abort()
+
+        threads = [threading.Thread(target=run, args=late, daemon=True) for late in enumerate(requests)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if raised:
+            raise raised[0]
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _carried(self, run: _Request) -> bytes:
+        return b"".join(self.content(payload) for payload in run.objects if payload is not None)
+
     def test_the_end_loses_nothing(self) -> None:
         """Rule flush: the payloads of a request, that of the last call too, carry everything together."""
         whole = self.whole()
         if whole is None:
             pytest.skip("whole() gives nothing to compare with")
         run = self._run(self.make_producer(), "flush")
-        carried = b"".join(self.content(payload) for payload in run.objects if payload is not None)
+        carried = self._carried(run)
         if carried != whole:
             lost = f"{len(carried)} bytes" if len(carried) != len(whole) else "other ones"
             broken("flush", f"the payloads carry {lost} where {len(whole)} bytes went in")
