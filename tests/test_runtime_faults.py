@@ -1,5 +1,7 @@
 """Races and corners of the stage runtime that were once wrong, each in its shortest sequence."""
 
+from dataclasses import replace
+
 import pytest
 from scripted import (
     DONE,
@@ -23,6 +25,7 @@ from scripted import (
 )
 
 from omni_fsm.connectors.port import BUSY, CreditReturned, PeerBack, PeerLost, PutOutcome, Stopped
+from omni_fsm.payload import encode
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Cause, Frame, Outcome
 from omni_fsm.runtime import Failure, Later, StageConfig, TakenKind
@@ -343,3 +346,25 @@ def test_a_stop_goes_out_before_the_credit_that_lets_the_rest_come(fails: str) -
         stage.open("r", R1)
         stage.come(opening(), data(5, "a"))
     assert [word for word in said if word != "credit"][:2] == ["stop", "waiver"]
+
+
+def test_a_front_that_was_told_done_fails_when_the_next_stage_dies_before_its_opening() -> None:
+    """``done`` cancelled nobody, and nobody else may know the request: only the loss can end its receiver in time."""
+    stage = front()
+    stage.open("r", R1)
+    stage.runtime.end("r")
+    stage.hear(Stopped(R1, DONE))
+    stage.hear(PeerLost(), PeerBack())
+    stage.lose_source()
+    stage.find_source()
+    assert stage.collect().failed == {"r": Cause(Outcome.ERROR, "peer_lost")}
+    assert stage.take("r").kind is TakenKind.FAILED
+
+
+def test_an_opening_with_a_body_does_not_leave_its_get_open() -> None:
+    """Our connectors refuse such a frame; another's may let it through."""
+    stage = receiver_only()
+    stage.open("r", R1)
+    stage.come(replace(opening(), body=encode("odd")))
+    stage.runtime.release("r")
+    assert stage.rest() == {}

@@ -243,6 +243,16 @@ class StageCore:
         receiver = request.receiver
         return self.config.front and receiver is not None and receiver.waiting and not receiver.opened
 
+    def prompt_lost(self, turn: Turn, request: Request, cause: Cause) -> None:
+        """The next stage is lost. At the front, until ``open`` is back nobody else may know the request: it fails here.
+
+        Also where its sender had left already, for a reason that ends nothing here (``done``).
+        """
+        receiver = request.receiver
+        if receiver is not None and self._prompt_not_known(request):
+            self.tell_host(turn, request, receiver, cause)
+            self.receiver_moved(turn, request, receiver.on_request_failed(cause))
+
     def begin_put(self, turn: Turn, request: Request, half: SenderHalf) -> None:
         """Take a head that needs no producer and queue its frame."""
         self.reports.transition(request, half, half.on_task_begun())

@@ -246,12 +246,15 @@ class Outbox:
         core.lost[EDGE] = cause
         core.losses += 1
         for request in core.tables.snapshot():
-            if request.sender is None or request.sender.is_final:
+            half = request.sender
+            if half is None:
                 continue
-            if request.sender.announced:
-                core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
-            else:
+            if not half.announced:
                 core.await_peer(turn, EDGE, request)
+                continue
+            if not half.is_final:
+                core.sender_moved(turn, request, half.on_peer_lost(cause))
+            core.prompt_lost(turn, request, cause)
 
     def still_lost(self, turn: Turn, request: Request) -> None:
         """The peer did not come back in time: what opens on this edge fails."""
