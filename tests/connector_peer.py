@@ -169,7 +169,7 @@ def receiving_stage(pipe: Connection, folder: str) -> None:
 
 
 _context = multiprocessing.get_context("forkserver")  # starts clean processes, without another import of torch
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload(["omni_fsm.connectors", "numpy"])  # this module is not on the server's path
 
 
 @dataclass

@@ -89,6 +89,7 @@ class DemoRunner(RunnerConformance):
     def test_a_raise_of_the_loop_ends_its_request_alone(self) -> None:
         self.unusable, self.bad_words = self.make_unusable()
         self.test_a_raise_ends_its_request_alone()
+        assert self.held() == {"requests": 0}
 
 
 @pytest.mark.speech

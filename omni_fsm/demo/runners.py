@@ -1,12 +1,15 @@
 """The runners of the three stages: a loop around the facade, a model, and a producer with namespaced state.
 
 Each loop is the one that a real engine has: collect feedback, drop what failed, take what is ready, compute one step, submit.
+What the model raises over a request ends that request and no other.
 A payload carries the seed of its question's noise and the generation of its request; a consumer counts those that are not its
 own, which must never happen.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +30,8 @@ from omni_fsm.runtime import ProducerContext, StageConfig, TakenKind
 from omni_fsm.state import StateRetiredError, StateView
 
 IDLE_S = 0.2
+
+_log = logging.getLogger("omni_fsm.demo")
 
 
 @dataclass(slots=True)
@@ -63,22 +68,32 @@ class StageRunner(ABC):
     def run(self) -> None:
         """Serve until `stopping` is set. Called by: the main thread of the stage's process."""
         while not self.stopping.is_set():
-            feedback = self.adapter.collect_feedback(0.0 if self.busy else IDLE_S)
+            feedback = self.adapter.collect_feedback(IDLE_S if self.turn is None else 0.0)
             for internal_id, identity in feedback.registered.items():
                 self.requests[internal_id] = Local(identity)
             for internal_id, cause in feedback.failed.items():
                 self.drop(internal_id, cause)
             for internal_id in feedback.ready:
-                self.consume(internal_id)
-            self.step()
+                self.contained(self.consume, internal_id)
+            if (turn := self.turn) is not None:
+                self.contained(self.step, turn)
+
+    def contained(self, work: Callable[[str], None], internal_id: str) -> None:
+        """Work for a request: a raise ends it, up and down the pipeline, in the form that the runtime gives a producer's."""
+        try:
+            work(internal_id)
+        except Exception as error:  # noqa: BLE001 - becomes an event: the request fails, all others are served on
+            _log.debug("%s: the model raised for %s", self.stage, internal_id, exc_info=error)
+            self.adapter.fail(internal_id, f"{type(error).__name__}: {error}")
+            self.drop(internal_id)
 
     @property
-    def busy(self) -> bool:
-        """Whether there is a step to compute without waiting for anything."""
-        return False
+    def turn(self) -> str | None:
+        """The request whose step is the next to compute; None when there is none to compute without waiting for input."""
+        return None
 
-    def step(self) -> None:  # noqa: B027 - a stage that computes when chunks come has no step of its own
-        """Compute one step of the model, if there is one to compute."""
+    def step(self, internal_id: str) -> None:  # noqa: B027 - a stage that computes when chunks come has no step of its own
+        """Compute one step of the model for the request whose turn it is."""
 
     def consume(self, internal_id: str) -> None:
         """Take all that has come for a request."""
@@ -164,9 +179,10 @@ class ThinkerRunner(StageRunner):
         self.model = Thinker()
 
     @property
-    def busy(self) -> bool:
+    def turn(self) -> str | None:
         """See `StageRunner`."""
-        return any(local.thinking is not None for local in self.requests.values())
+        waiting = (internal_id for internal_id, local in self.requests.items() if local.thinking is not None)
+        return next(waiting, None)
 
     def on_chunk(self, internal_id: str, local: Local, payload: dict[str, Any]) -> None:  # noqa: ARG002
         """See `StageRunner`."""
@@ -174,17 +190,15 @@ class ThinkerRunner(StageRunner):
         local.thinking = self.model.start(payload["question"], payload["max_new_tokens"])
 
     def on_input_end(self, internal_id: str, local: Local) -> None:
-        """See `StageRunner`: the end of the prompt says nothing new."""
+        """See `StageRunner`: after a question it says nothing new; without one the answer is empty."""
+        if local.thinking is None:
+            self.finish(internal_id, local)
 
-    def step(self) -> None:
+    def step(self, internal_id: str) -> None:
         """One token of the request whose turn it is."""
-        waiting = ((internal_id, local) for internal_id, local in self.requests.items() if local.thinking is not None)
-        internal_id, local = next(waiting, ("", None))
-        if local is None or local.thinking is None:
-            return
-        self.requests[internal_id] = self.requests.pop(internal_id)  # to the end of the line
+        self.requests[internal_id] = local = self.requests.pop(internal_id)  # to the end of the line
         self.record.forward_begun(local.identity)
-        step = self.model.step(local.thinking)
+        step = self.model.step(local.thinking) if local.thinking is not None else None
         if step is None:
             return
         if self.submit(internal_id, local, {"piece": step.piece, "token_id": step.token_id}) and step.finished:
