@@ -126,43 +126,37 @@ def _cut(text: str, chars: int = 60) -> str:
 def explore_command(
     *,
     deep: Annotated[bool, typer.Option("--deep", help="Also the scopes that take minutes.")] = False,
-    fault: Annotated[str | None, typer.Option(help="Put this fault of the catalogue in (or all), and find it.")] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            help="Put this fault of the catalogue in, and find it; all: every one, and every one-cell mutant."
+        ),
+    ] = None,
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Also draw the trace as a mermaid sequence diagram.")
+    ] = False,
+    cases: Annotated[
+        bool, typer.Option("--cases", help="List the faults met in the field, and where each stands.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Explore every interleaving of the real halves in small worlds, and check the protocol's properties."""
-    from omni_fsm.verify import report  # noqa: PLC0415 - other commands need not load it
+    """Explore every interleaving of the real code in small worlds, and check the protocol's properties."""
+    from omni_fsm.verify import command  # noqa: PLC0415 - other commands need not load it
 
     console = Console(stderr=as_json)
-    if fault is None:
-        explored = []
-        for each in report.explore_all(deep=deep):
-            explored.append(each)
-            counts = f"{each.found.states} states, {each.found.transitions} transitions, {len(each.rows)} rows reached"
-            console.print(f"{each.named.name}: {counts}, {each.seconds:.0f} s", highlight=False)
-            console.print(f"  violations: {f'1, {each.problem}' if each.problem else 0}", highlight=False, markup=False)
-            _show_trace(console, each.found.trace)
-        missing = report.missing_rows(explored)
-        for row in missing:
-            console.print(f"never reached: {' '.join(row)}", highlight=False)
-        raise typer.Exit(1 if missing or any(each.problem for each in explored) else 0)
     try:
-        found = [report.find_fault(chosen) for chosen in report.chosen_faults(fault)]
+        if cases:
+            report = command.show_cases(console)
+        elif fault is not None:
+            report = command.show_faults(console, fault, diagram=diagram)
+        else:
+            report = command.show_scopes(console, deep=deep, diagram=diagram)
     except OmniFsmError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    for one in found:
-        verdict = f"found in {one['steps']} steps: {one['problem']}" if one["found"] else "NOT FOUND"
-        console.print(f"{one['name']} ({one['what']}): {verdict}", highlight=False, markup=False)
-        if len(found) == 1:
-            _show_trace(console, one["trace"])
     if as_json:
-        typer.echo(json.dumps({"faults": [{key: one[key] for key in ("name", "found", "steps")} for one in found]}))
-    raise typer.Exit(0 if all(one["found"] for one in found) else 1)
-
-
-def _show_trace(console: Console, trace: "list[Step]") -> None:
-    for number, step in enumerate(trace, 1):
-        console.print(f"  {number:3} {step.name}", highlight=False, markup=False)
+        typer.echo(json.dumps(report.content))
+    raise typer.Exit(0 if report.is_well else 1)
 
 
 def main() -> None:

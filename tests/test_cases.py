@@ -1,8 +1,10 @@
-"""Faults that were met in the field, each as the sequence that showed it. ``cases.toml`` says where every one of them stands."""
+"""Faults that were met in the field, each as the sequence that showed it.
+
+``omni_fsm/verify/cases.toml`` says where every one of them stands.
+"""
 
 import ast
 import threading
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Frame, FrameKind, Outcome
 from omni_fsm.protocol.identity import Edge, Identity
 from omni_fsm.runtime import Later, ProducerContext, Refuse, Register, TakenKind
+from omni_fsm.verify.report import field_cases
 
 PATIENCE_S = 10.0
 HERE = Path(__file__).parent
@@ -125,7 +128,7 @@ REQUIREMENTS = {f"A{n}" for n in range(1, 16)} | {f"C{n}" for n in range(1, 12)}
 WAITING_AT_MOST = 41
 """May only fall: a case that a layer was built for stops waiting."""
 
-CASES: list[dict[str, Any]] = tomllib.loads((HERE / "cases.toml").read_text())["case"]
+CASES = field_cases()
 
 
 def functions(name: str) -> set[str]:

@@ -9,6 +9,7 @@ from omni_fsm.connectors.port import BUSY, STORED, Health, Hello, PutOutcome, Pu
 from omni_fsm.payload import receive_buffer
 from omni_fsm.protocol.frames import Cause, Frame
 from omni_fsm.protocol.identity import Edge, Identity
+from omni_fsm.protocol.names import SenderEffect, SenderEvent, SenderState
 from omni_fsm.runtime import (
     Failure,
     Feedback,
@@ -20,7 +21,7 @@ from omni_fsm.runtime import (
     TakenKind,
     Transition,
 )
-from omni_fsm.state import StateRetiredError
+from omni_fsm.state import Scope, StateRetiredError
 
 CellName = tuple[str, str, str]
 """A cell of the tables: machine, state, event."""
@@ -62,6 +63,35 @@ class Reclaimed:
 
 Notice = StopSent | Granted
 Letter = Sent | Notice | Reclaimed
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a stage is, and how its host behaves.
+
+    Attributes:
+        name: Its name.
+        source: Name of the stage before; empty when it has none.
+        sink: Name of the stage after; empty when it has none.
+        front: Whether requests begin and end here.
+        chunks: How many chunks each life has.
+        segments: Whether each chunk is a segment.
+        answer: What its host says to an offer: ``register`` or ``later``.
+        step_wise: Whether its host takes frame by frame.
+        window_frames: Credit of a stream in frames.
+        retries: Puts that may fail for now before a frame is given up.
+    """
+
+    name: str
+    source: str
+    sink: str
+    front: bool = False
+    chunks: int = 1
+    segments: bool = False
+    answer: str = "register"
+    step_wise: bool = False
+    window_frames: int = 8
+    retries: int = 1
 
 
 def nothing() -> None:
@@ -193,6 +223,145 @@ class StoppedClock:
         """See `omni_fsm.runtime.Clock`."""
 
 
+def external_name(identity: Identity) -> str:
+    """The internal id that every host here gives a life: its generation."""
+    return str(identity.generation)
+
+
+class WorldHost:
+    """The runner and the scheduler of one stage; passes on what it takes.
+
+    Attributes:
+        role: How it behaves.
+        offered: Lives that were offered and wait for their registration.
+        ready: Lives to take from.
+        took: How many chunks were taken, by internal id.
+        told: How each request ended, as this host knows it.
+        ended: Requests that this host has ended.
+        opened: Requests that the stages before know.
+        lost: Requests whose marker was lost.
+        released: Requests that this host has let go.
+        begun: Lives that began here or were offered.
+        problem: What was seen that must never be.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.offered: dict[str, Identity] = {}
+        self.ready: dict[str, None] = {}
+        self.took: dict[str, int] = {}
+        self.told: dict[str, str] = {}
+        self.ended: set[str] = set()
+        self.opened: set[str] = set()
+        self.lost: set[str] = set()
+        self.released: set[str] = set()
+        self.begun: set[str] = set()
+        self.problem = ""
+
+    def key(self) -> tuple[Any, ...]:
+        """All that decides how it goes on."""
+        return (
+            tuple(self.offered),
+            tuple(self.ready),
+            tuple(self.took.items()),
+            tuple(self.told.items()),
+            frozenset(self.ended),
+            frozenset(self.opened),
+            frozenset(self.lost),
+            frozenset(self.released),
+            frozenset(self.begun),
+        )
+
+    def stream_offered(self, identity: Identity) -> Offer:
+        """See `omni_fsm.runtime.StageHost`."""
+        self.begun.add(external_name(identity))
+        if self.role.answer == "register":
+            return Register(external_name(identity))
+        self.offered[external_name(identity)] = identity
+        return Later()
+
+    def feedback_ready(self) -> None:
+        """See `omni_fsm.runtime.StageHost`."""
+
+    def open(self, runtime: StageRuntime, identity: Identity) -> None:
+        """Begin a life here, with all its chunks."""
+        name = external_name(identity)
+        self.begun.add(name)
+        runtime.register(name, identity)
+        for chunk in range(self.role.chunks):
+            runtime.submit_chunk(name, chunk, segment_end=self.role.segments)
+
+    def end(self, runtime: StageRuntime, name: str) -> None:
+        """Say that the output is complete."""
+        self.ended.add(name)
+        runtime.end(name)
+
+    def cycle(self, runtime: StageRuntime) -> None:
+        """Collect the feedback and act on it."""
+        told = runtime.collect_feedback()
+        self.opened |= told.opened.keys()
+        self.lost |= told.marker_lost.keys()
+        self.ready |= told.ready
+        if not self.role.step_wise:
+            for name in list(self.ready):
+                while name in self.ready:
+                    self.take(runtime, name)
+        self._hear_failures(runtime, told)
+
+    def _hear_failures(self, runtime: StageRuntime, told: Feedback) -> None:
+        for name, cause in told.failed.items():
+            self.told.setdefault(name, cause.reason)
+            self.ready.pop(name, None)
+            self.release(runtime, name)
+
+    def has_let_go(self, name: str) -> bool:
+        """Whether this host has let go of a request, or a successor may have made it do so."""
+        return name in self.released or len(self.begun) > 1
+
+    def release(self, runtime: StageRuntime, name: str) -> None:
+        """Let go of a request."""
+        self.released.add(name)
+        runtime.release(name)
+
+    def take(self, runtime: StageRuntime, name: str) -> None:
+        """Take one frame."""
+        taken = runtime.take(name)
+        if taken.kind is TakenKind.CHUNK:
+            if taken.segment != (taken.payload if self.role.segments else 0):
+                self.problem = f"chunk {taken.payload} comes with segment {taken.segment}"
+            self._took_chunk(runtime, name, taken.payload)
+            return
+        self.ready.pop(name, None)
+        if taken.kind is TakenKind.END:
+            if self.took.get(name, 0) != self.role.chunks:
+                self.problem = f"ok after {self.took.get(name, 0)} of {self.role.chunks} chunks"
+            if not self.role.sink or self.role.front:
+                self.told.setdefault(name, "ok")
+                self.release(runtime, name)
+            else:
+                self.end(runtime, name)
+
+    def _took_chunk(self, runtime: StageRuntime, name: str, chunk: Any) -> None:
+        if chunk != self.took.get(name, 0):
+            self.problem = f"chunk {chunk} is taken, {self.took.get(name, 0)} comes next"
+        self.took[name] = chunk + 1
+        if self.role.sink and not self.role.front:
+            runtime.submit_chunk(name, chunk, segment_end=self.role.segments)
+
+    def leave(self, runtime: StageRuntime, how: str, name: str, reason: str) -> None:
+        """End a request early, in one of the ways that a host has."""
+        if how == "fail":
+            runtime.fail(name, reason)
+        elif how == "cancel":
+            runtime.cancel(name, reason)
+        if how == "cancel":
+            self.released.add(name)
+        else:
+            self.release(runtime, name)
+        self.told.setdefault(name, reason)
+        self.ready.pop(name, None)
+
+
 class Watcher:
     """An observer, and the producer: both report what must never be as ``problem``.
 
@@ -200,16 +369,18 @@ class Watcher:
         problem: What was seen that must never be; empty when nothing was.
         cells: The cells of both tables that were used.
         failed: How often a failure of each request was reported.
+        retained: Requests whose sender failed and is not over.
         raises: Whether the producer raises.
         meanwhile: Called once in the middle of the next producer call, inside its factory if that runs.
         is_over: Tells whether the sender of a life is over.
     """
 
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
+    def __init__(self, stage: str, host: WorldHost) -> None:
+        self.stage, self.host = stage, host
         self.problem = ""
         self.cells: set[CellName] = set()
         self.failed: dict[str, int] = {}
+        self.retained: set[str] = set()
         self.raises = False
         self.meanwhile: Callable[[], None] = nothing
         self.is_over: Callable[[Identity], bool] = bool
@@ -217,6 +388,18 @@ class Watcher:
     def on_transition(self, transition: Transition) -> None:
         """See `omni_fsm.runtime.Observer`."""
         self.cells.add((transition.machine, str(transition.before), str(transition.event)))
+        if transition.machine == "sender":
+            self._check_retained(transition)
+
+    def _check_retained(self, transition: Transition) -> None:
+        """The state of a sender that failed stays until its host lets go, or nobody is left to need it."""
+        name = transition.internal_id
+        if SenderEffect.RECORD_FAILURE in transition.effects:
+            self.retained.add(name)
+        if transition.after is SenderState.FINALIZED and name in self.retained:
+            self.retained.discard(name)
+            if transition.event is not SenderEvent.PEER_LOST and not self.host.has_let_go(name):
+                self.problem = "the state of a failed life is released before its host has let go"
 
     def on_failure(self, failure: Failure) -> None:
         """See `omni_fsm.runtime.Observer`."""
@@ -231,6 +414,7 @@ class Watcher:
         """The producer: passes outputs on, and keeps the life's name in its state."""
         lives = self._state(context, self._make)
         self._happen()
+        self._check_segment(context)
         again = self._state(context, list)
         if again is not None and again is not lives:
             self.problem = self.problem or "a life that goes on has lost its state"
@@ -253,6 +437,15 @@ class Watcher:
             self.problem = "state of a life that is over comes back"
         return held
 
+    def _check_segment(self, context: ProducerContext) -> None:
+        """What is scoped to a segment was made in this one."""
+        try:
+            segment = context.state.get_or_create("verify.segment", lambda: [context.segment], Scope.SEGMENT)
+        except StateRetiredError:
+            return  # `_state` judges that
+        if segment != [context.segment]:
+            self.problem = f"state of segment {segment} is seen in segment {context.segment}"
+
     def _make(self) -> list[Identity]:
         self._happen()
         return []
@@ -260,127 +453,3 @@ class Watcher:
     def _happen(self) -> None:
         meanwhile, self.meanwhile = self.meanwhile, nothing
         meanwhile()
-
-
-def external_name(identity: Identity) -> str:
-    """The internal id that every host here gives a life: its generation."""
-    return str(identity.generation)
-
-
-class WorldHost:
-    """The runner and the scheduler of one stage; passes on what it takes.
-
-    Attributes:
-        chunks: How many chunks each life has.
-        front: Whether requests begin and end here.
-        last: Whether nothing is passed on.
-        answer: What becomes of an offer: ``register``, or ``later``: the world registers it when it likes.
-        step_wise: Whether each take is a step of its own.
-        offered: Lives that were offered and wait for their registration.
-        ready: Lives to take from.
-        took: How many chunks were taken, by internal id.
-        told: How each request ended, as this host knows it.
-        ended: Requests that this host has ended.
-        opened: Requests that the stages before know.
-        lost: Requests whose marker was lost.
-        problem: What was seen that must never be.
-    """
-
-    def __init__(self, *, chunks: int, front: bool, last: bool, answer: str, step_wise: bool) -> None:
-        self.chunks, self.front, self.last, self.answer, self.step_wise = chunks, front, last, answer, step_wise
-        self.offered: dict[str, Identity] = {}
-        self.ready: dict[str, None] = {}
-        self.took: dict[str, int] = {}
-        self.told: dict[str, str] = {}
-        self.ended: set[str] = set()
-        self.opened: set[str] = set()
-        self.lost: set[str] = set()
-        self.problem = ""
-
-    def key(self) -> tuple[Any, ...]:
-        """All that decides how it goes on."""
-        return (
-            tuple(self.offered),
-            tuple(self.ready),
-            tuple(self.took.items()),
-            tuple(self.told.items()),
-            frozenset(self.ended),
-            frozenset(self.opened),
-            frozenset(self.lost),
-        )
-
-    def stream_offered(self, identity: Identity) -> Offer:
-        """See `omni_fsm.runtime.StageHost`."""
-        if self.answer == "register":
-            return Register(external_name(identity))
-        self.offered[external_name(identity)] = identity
-        return Later()
-
-    def feedback_ready(self) -> None:
-        """See `omni_fsm.runtime.StageHost`."""
-
-    def open(self, runtime: StageRuntime, identity: Identity) -> None:
-        """Begin a life here, with all its chunks; the first stage of a line ends it as well."""
-        name = external_name(identity)
-        runtime.register(name, identity)
-        for chunk in range(self.chunks):
-            runtime.submit_chunk(name, chunk)
-        if not self.front:
-            self.end(runtime, name)
-
-    def end(self, runtime: StageRuntime, name: str) -> None:
-        """Say that the output is complete."""
-        self.ended.add(name)
-        runtime.end(name)
-
-    def cycle(self, runtime: StageRuntime) -> None:
-        """Collect the feedback and act on it."""
-        told = runtime.collect_feedback()
-        self.opened |= told.opened.keys()
-        self.lost |= told.marker_lost.keys()
-        self.ready |= told.ready
-        if not self.step_wise:
-            for name in list(self.ready):
-                while name in self.ready:
-                    self.take(runtime, name)
-        self._hear_failures(runtime, told)
-
-    def _hear_failures(self, runtime: StageRuntime, told: Feedback) -> None:
-        for name, cause in told.failed.items():
-            self.told.setdefault(name, cause.reason)
-            self.ready.pop(name, None)
-            runtime.release(name)
-
-    def take(self, runtime: StageRuntime, name: str) -> None:
-        """Take one frame."""
-        taken = runtime.take(name)
-        if taken.kind is TakenKind.CHUNK:
-            self._took_chunk(runtime, name, taken.payload)
-            return
-        self.ready.pop(name, None)
-        if taken.kind is TakenKind.END:
-            if self.took.get(name, 0) != self.chunks:
-                self.problem = f"ok after {self.took.get(name, 0)} of {self.chunks} chunks"
-            if self.last or self.front:
-                self.told.setdefault(name, "ok")
-                runtime.release(name)
-            else:
-                self.end(runtime, name)
-
-    def _took_chunk(self, runtime: StageRuntime, name: str, chunk: Any) -> None:
-        if chunk != self.took.get(name, 0):
-            self.problem = f"chunk {chunk} is taken, {self.took.get(name, 0)} comes next"
-        self.took[name] = chunk + 1
-        if not self.last and not self.front:
-            runtime.submit_chunk(name, chunk)
-
-    def leave(self, runtime: StageRuntime, how: str, name: str, reason: str) -> None:
-        """End a request early, in one of the ways that a host has."""
-        if how == "fail":
-            runtime.fail(name, reason)
-        elif how == "cancel":
-            runtime.cancel(name, reason)
-        if how != "cancel":
-            runtime.release(name)
-        self.told.setdefault(name, reason)
-        self.ready.pop(name, None)

@@ -366,6 +366,12 @@ FAULTS: tuple[Fault, ...] = (
         (StageCore, "_tell_receiver", _tell_nobody),
     ),
     Fault(
+        "front_told_done_waits_for_the_dead",
+        "the next stage says that it has had enough, and dies before its opening is back: the front waits for its deadline",
+        lambda: PipelineScope(ring(chunks=0), wrongs=frozenset({"release", "kill"}), budget=2, eager=True),
+        (StageCore, "prompt_lost", _tell_nobody),
+    ),
+    Fault(
         "failure_is_recorded_twice",
         "a request's failure is recorded by both of its halves",
         _ring("kill"),

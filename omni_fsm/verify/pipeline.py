@@ -11,9 +11,9 @@ from functools import partial
 from omni_fsm.connectors.ledger import UNCLAIMED_FRAMES
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.verify import stages
-from omni_fsm.verify.ends import CellName, Granted, Notice, Reclaimed, Sent
+from omni_fsm.verify.ends import CellName, Granted, Notice, Reclaimed, Role, Sent
 from omni_fsm.verify.explore import Action, Step, Violation
-from omni_fsm.verify.stages import Happening, Local, Role, Stages
+from omni_fsm.verify.stages import Happening, Local, Stages
 
 EVERY_WRONG = frozenset({"cancel", "fail", "release", "raise", "refuse", "load", "kill", "deadline"})
 """All that the adversary of a `PipelineScope` may do."""
@@ -368,11 +368,11 @@ def _notice_words(letter: Notice) -> str:
     return f"{'credit' if isinstance(letter, Granted) else 'the stop'} of life {letter.identity.generation}"
 
 
-def ring(**settings: object) -> tuple[Role, ...]:
-    """Front, thinker and talker: requests begin and end at the front."""
-    names = ("front", "thinker", "talker")
+def ring(*stages: str, **settings: object) -> tuple[Role, ...]:
+    """Stages in a ring, by default three; requests begin and end at the first."""
+    names = stages or ("front", "thinker", "talker")
     return tuple(
-        Role(name, names[n - 1], names[(n + 1) % 3], front=n == 0, **settings)  # type: ignore[arg-type]
+        Role(name, names[n - 1], names[(n + 1) % len(names)], front=n == 0, **settings)  # type: ignore[arg-type]
         for n, name in enumerate(names)
     )
 

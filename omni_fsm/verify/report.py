@@ -2,16 +2,21 @@
 
 import multiprocessing
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.verify.ends import CellName
 from omni_fsm.verify.explore import Found
 from omni_fsm.verify.faults import FAULTS, Fault
+from omni_fsm.verify.mutants import Seen, all_mutants, notice
 from omni_fsm.verify.scopes import LIMIT, SCOPES, UNREACHABLE, Named, all_rows, explore_named
+
+PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -31,17 +36,20 @@ class Explored:
         return f"{self.found.states} states, pinned are {self.named.states}: it is another protocol now"
 
 
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn"))
+
+
 def _timed(named: Named) -> Explored:
     begun = time.monotonic()
     found, rows = explore_named(named)
     return Explored(named, found, rows, time.monotonic() - begun)
 
 
-def explore_all(*, deep: bool, processes: int = 2) -> Iterator[Explored]:
+def explore_all(*, deep: bool) -> Iterator[Explored]:
     """Explore every scope, several at a time, the deep ones only when asked; gives each as it is done."""
     chosen = [named for named in SCOPES if deep or not named.is_deep]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with _pool() as pool:
         largest_first = sorted(chosen, key=lambda named: -named.states)
         for done in as_completed([pool.submit(_timed, named) for named in largest_first]):
             yield done.result()
@@ -67,14 +75,19 @@ def chosen_faults(name: str) -> tuple[Fault, ...]:
     return chosen
 
 
-def find_fault(fault: Fault) -> dict[str, Any]:
-    """Put a fault in and look for it: its name, whether it was found, the broken property, the shortest trace."""
-    found = fault.find(LIMIT)
-    return {
-        "name": fault.name,
-        "what": fault.what,
-        "found": bool(found.problem),
-        "problem": found.problem,
-        "steps": len(found.trace),
-        "trace": found.trace,
-    }
+def find_fault(fault: Fault) -> Found:
+    """Put a fault in and look for it."""
+    return fault.find(LIMIT)
+
+
+def notice_mutants(every: int = 1) -> Iterator[Seen]:
+    """Look for each mutant of both tables, or for every so many-th, several at a time; gives them in order."""
+    with _pool() as pool:
+        yield from pool.map(notice, list(all_mutants())[::every], chunksize=4)
+
+
+def field_cases() -> list[dict[str, Any]]:
+    """The faults met in the field: number, what must hold, where it stands (``passes``, ``cannot_arise``, ``waits``), test."""
+    text = resources.files("omni_fsm.verify").joinpath("cases.toml").read_text(encoding="utf-8")
+    cases: list[dict[str, Any]] = tomllib.loads(text)["case"]
+    return cases

@@ -46,7 +46,7 @@ SCOPES = (
     ),
     Named(
         "credit for one frame, three chunks, registered late or never, one thing goes wrong",
-        35_786,
+        69_833,
         partial(PipelineScope, line(chunks=3, window_frames=1), wrongs=EVERY_WRONG, budget=1, meanwhile=True),
     ),
     Named(

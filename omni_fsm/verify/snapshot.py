@@ -16,6 +16,7 @@ from omni_fsm.payload.decoding import decode
 from omni_fsm.payload.encoding import EncodedPayload
 from omni_fsm.protocol.table import Table
 from omni_fsm.runtime.config import StageConfig
+from omni_fsm.verify.ends import Role
 
 _SHARED: list[object] = []
 
@@ -58,4 +59,5 @@ _DISPATCH: dict[type, Callable[[Any], Any]] = {
     EncodedPayload: lambda body: (_payload, (decode(b"".join(body.parts)),)),
     Table: _share,
     StageConfig: _share,
+    Role: _share,
 }

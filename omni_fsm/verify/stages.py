@@ -19,6 +19,7 @@ from omni_fsm.verify.ends import (
     CellName,
     Letter,
     Notice,
+    Role,
     Sent,
     StoppedClock,
     StopSent,
@@ -32,33 +33,6 @@ from omni_fsm.verify.snapshot import freeze, thaw
 
 Happening = tuple[Any, ...]
 """What happens to a stage: its kind, and what it needs. `Stages.run` lists the kinds."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a stage is, and how its host behaves.
-
-    Attributes:
-        name: Its name.
-        source: Name of the stage before; empty when it has none.
-        sink: Name of the stage after; empty when it has none.
-        front: Whether requests begin and end here.
-        chunks: How many chunks each life has.
-        answer: What its host says to an offer: ``register`` or ``later``.
-        step_wise: Whether its host takes frame by frame.
-        window_frames: Credit of a stream in frames.
-        retries: Puts that may fail for now before a frame is given up.
-    """
-
-    name: str
-    source: str
-    sink: str
-    front: bool = False
-    chunks: int = 1
-    answer: str = "register"
-    step_wise: bool = False
-    window_frames: int = 8
-    retries: int = 1
 
 
 @dataclass(eq=False)
@@ -114,14 +88,8 @@ def build(role: Role) -> Stage:
     """A fresh stage."""
     source = WorldEnd(Edge(role.source, role.name), sends=False) if role.source else None
     sink = WorldEnd(Edge(role.name, role.sink), sends=True) if role.sink else None
-    host = WorldHost(
-        chunks=role.chunks,
-        front=role.front,
-        last=sink is None,
-        answer=role.answer,
-        step_wise=role.step_wise,
-    )
-    watcher = Watcher(role.name)
+    host = WorldHost(role)
+    watcher = Watcher(role.name, host)
     config = StageConfig(
         stage=role.name, front=role.front, window_frames=role.window_frames, retries=role.retries, input_wait_s=600.0
     )
@@ -169,7 +137,7 @@ class Stages:
             problem = f"{type(error).__name__}: {error}"
         self.cells |= stage.watcher.cells
         stage.watcher.cells.clear()
-        problem = problem or stage.watcher.problem or stage.host.problem or stray_state(stage)
+        problem = problem or stage.watcher.problem or stage.host.problem or stray_state(stage) or unrecorded(stage)
         out: list[Letter] = []
         for end in (stage.source, stage.sink):
             if end is not None:
@@ -315,6 +283,15 @@ def stray_state(stage: Stage) -> str:
     return ""
 
 
+def unrecorded(stage: Stage) -> str:
+    """A failed half whose failure was not recorded, in words; empty when there is none."""
+    for request in stage.runtime._core.tables.snapshot():
+        failed = any(half is not None and half.state == "failed" for half in (request.sender, request.receiver))
+        if failed and request.internal_id not in stage.watcher.failed:
+            return "a failure is not recorded"
+    return ""
+
+
 def value_of(stage: Stage) -> Hashable:
     """All that decides how a stage goes on."""
     core = stage.runtime._core
@@ -337,6 +314,7 @@ def value_of(stage: Stage) -> Hashable:
         _sink_value(stage.sink),
         stage.host.key(),
         tuple(stage.watcher.failed.items()),
+        frozenset(stage.watcher.retained),
     )
 
 
@@ -433,7 +411,7 @@ def _fair(stage: Stage) -> list[Happening]:
                 fair.append(("timer", key))
             case _:
                 pass
-    if host.front:
+    if host.role.front or not host.role.source:
         fair += [("end", request.internal_id) for request in core.tables.snapshot() if _may_end(host, request)]
     return fair
 

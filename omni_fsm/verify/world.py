@@ -18,6 +18,8 @@ FAILED = Cause(Outcome.ERROR, "failed")
 DONE = Cause(Outcome.DONE, "done")
 ALL_FAULTS = frozenset({"put", "raise", "cancel", "kill", "deadline", "get"})
 
+_LEFT = (SenderState.CANCELLED_CURRENT, SenderState.FAILED)
+
 Lane = tuple[str, str]
 """From whom a step comes, and to whom it happens."""
 
@@ -285,7 +287,11 @@ class EdgeWorld:
 
     @staticmethod
     def _begin(world: "EdgeWorld", at: int, life: Life) -> None:
-        world._sender_moved(at, life, life.own_sender().on_task_begun())
+        half = life.own_sender()
+        head = half.queue[0]
+        if head.runs_producer and head.kind is not TaskKind.END and half.state in _LEFT:
+            raise Violation("a producer begins for a life that has left")
+        world._sender_moved(at, life, half.on_task_begun())
 
     @staticmethod
     def _produce(world: "EdgeWorld", at: int, life: Life) -> None:
