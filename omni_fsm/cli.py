@@ -37,6 +37,9 @@ def demo(  # noqa: PLR0913 - each is a flag
     reuse_id: Annotated[
         bool, typer.Option("--reuse-id", help="Live a hundred cancelled lives of one id, and one more.")
     ] = False,
+    mode: Annotated[
+        str, typer.Option(help="chunks, or full: the talker sends all its frames as one payload, with the end.")
+    ] = "chunks",
     external_id: Annotated[str | None, typer.Option("--id", help="External id of request 0: any text.")] = None,
 ) -> None:
     """Answer three questions aloud with three models in three processes, and check the sound byte by byte."""
@@ -53,6 +56,7 @@ def demo(  # noqa: PLR0913 - each is a flag
             kill=kill,
             reuse=reuse_id,
             external_id=external_id,
+            mode=mode,
         )
         report = _with_progress(console, order)
     except OmniFsmError as error:

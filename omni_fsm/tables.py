@@ -20,6 +20,10 @@ from transitions import Machine
 
 from omni_fsm.protocol.errors import SpecError
 from omni_fsm.protocol.names import (
+    KvTransferBookkeeping,
+    KvTransferEffect,
+    KvTransferEvent,
+    KvTransferState,
     ReceiverBookkeeping,
     ReceiverEffect,
     ReceiverEvent,
@@ -278,3 +282,15 @@ def sender_table() -> Table[SenderState, SenderEvent, SenderBookkeeping, SenderE
 def receiver_table() -> Table[ReceiverState, ReceiverEvent, ReceiverBookkeeping, ReceiverEffect]:
     """The compiled table of the receiving half."""
     return compile_table(receiver_spec(), ReceiverState, ReceiverEvent, ReceiverBookkeeping, ReceiverEffect)
+
+
+@cache
+def kv_spec() -> Spec:
+    """The checked spec of a KV transfer."""
+    return read_spec(specs_dir() / "kv_transfer.toml")
+
+
+@cache
+def kv_table() -> Table[KvTransferState, KvTransferEvent, KvTransferBookkeeping, KvTransferEffect]:
+    """The compiled table of a KV transfer."""
+    return compile_table(kv_spec(), KvTransferState, KvTransferEvent, KvTransferBookkeeping, KvTransferEffect)

@@ -125,7 +125,7 @@ def real_pair(edge: Edge) -> tuple[Any, Any]:
 
 FIELDS = {"passes": {"test"}, "cannot_arise": {"why"}, "waits": {"requirement"}}
 REQUIREMENTS = {f"A{n}" for n in range(1, 16)} | {f"C{n}" for n in range(1, 12)}
-WAITING_AT_MOST = 41
+WAITING_AT_MOST = 5
 """May only fall: a case that a layer was built for stops waiting."""
 
 CASES = field_cases()
@@ -156,10 +156,12 @@ def test_an_entry_says_what_the_case_is_and_where_it_stands(case: dict[str, Any]
         assert function in functions(name)
 
 
-def test_every_test_of_a_case_is_listed_under_its_number() -> None:
-    listed = {(case["number"], case["test"].partition("::")[2]) for case in CASES if "test" in case}
-    own = {name for name in functions("test_cases.py") if name.startswith("test_case_")}
-    assert {(int(name.split("_")[2]), name) for name in own} <= listed
+def test_a_test_named_after_a_case_belongs_to_one_that_names_a_test() -> None:
+    """A layer may have tests of its own for a case: the list names the one that takes the whole of it."""
+    tested = {case["number"] for case in CASES if "test" in case}
+    files = [path.name for path in HERE.glob("test_*.py")]
+    named = {int(name.split("_")[2]) for file in files for name in functions(file) if name.startswith("test_case_")}
+    assert named <= tested
 
 
 def test_no_further_case_waits() -> None:

@@ -122,3 +122,8 @@ def test_a_flag_that_cannot_be_used_is_refused_by_name(tmp_path: Path, flags: tu
     assert done.returncode == 2
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_payload_between_two_stages_gives_the_same_sound(tmp_path: Path) -> None:
+    report = run_demo("--mode", "full", out=tmp_path)
+    assert the_others(report) == [OK, OK, OK]

@@ -11,15 +11,29 @@ from hypothesis import strategies as st
 from transitions import MachineError
 
 from omni_fsm.protocol.errors import LocalProtocolError
-from omni_fsm.protocol.names import ReceiverEvent, SenderEvent
+from omni_fsm.protocol.names import KvTransferEvent, ReceiverEvent, SenderEvent
 from omni_fsm.protocol.table import Table, step
-from omni_fsm.tables import Spec, receiver_spec, receiver_table, sender_spec, sender_table, spec_machine, specs_dir
+from omni_fsm.tables import (
+    Spec,
+    kv_spec,
+    kv_table,
+    receiver_spec,
+    receiver_table,
+    sender_spec,
+    sender_table,
+    spec_machine,
+    specs_dir,
+)
 
 AnyTable = Table[Any, Any, Any, Any]
 MACHINES = pytest.mark.parametrize(
     ("spec", "table", "events"),
-    [(sender_spec(), sender_table(), SenderEvent), (receiver_spec(), receiver_table(), ReceiverEvent)],
-    ids=["sender", "receiver"],
+    [
+        (sender_spec(), sender_table(), SenderEvent),
+        (receiver_spec(), receiver_table(), ReceiverEvent),
+        (kv_spec(), kv_table(), KvTransferEvent),
+    ],
+    ids=["sender", "receiver", "kv_transfer"],
 )
 
 

@@ -33,8 +33,14 @@ def test_the_example_runs_and_prints_what_the_readme_says(capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("block", "printed"),
-    [(0, "[6, 6] ok"), (1, "got (25, 1024)\n" * 3), (2, ""), (3, "")],
-    ids=["middle", "shm", "host", "logs"],
+    [
+        (0, "[6, 6] ok"),
+        (1, "got (25, 1024)\n" * 3),
+        (2, ""),
+        (3, ""),
+        (4, "[3, 3, 1] [0, 1, 2, 3, 4, 5, 6] True"),
+    ],
+    ids=["middle", "shm", "host", "logs", "older"],
 )
 def test_the_guide_s_examples_run_and_print_what_it_says(block: int, printed: str) -> None:
     done = subprocess.run(

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from omni_fsm.protocol.errors import LocalProtocolError, SpecError
-from omni_fsm.protocol.names import ReceiverState, SenderEvent, SenderState
+from omni_fsm.protocol.names import KvTransferEvent, KvTransferState, ReceiverState, SenderEvent, SenderState
 from omni_fsm.protocol.table import Table, step
 from omni_fsm.tables import (
     Spec,
     check_spec,
     compile_table,
+    kv_spec,
+    kv_table,
     read_spec,
     receiver_spec,
     receiver_table,
@@ -243,16 +245,20 @@ def test_a_stale_enum_is_refused_with_the_way_out(enums: tuple[type[StrEnum], ..
 AnyTable = Table[Any, Any, Any, Any]
 TABLES = pytest.mark.parametrize(
     ("spec", "table"),
-    [(sender_spec(), sender_table()), (receiver_spec(), receiver_table())],
-    ids=["sender", "receiver"],
+    [(sender_spec(), sender_table()), (receiver_spec(), receiver_table()), (kv_spec(), kv_table())],
+    ids=["sender", "receiver", "kv_transfer"],
 )
+ENDS = {
+    "sender": ("active", {"finalized"}),
+    "receiver": ("active", {"finalized"}),
+    "kv_transfer": ("idle", {"released"}),
+}
 
 
 @TABLES
 def test_a_real_spec_loads_and_says_what_every_name_means(spec: Spec, table: AnyTable) -> None:
     assert read_spec(specs_dir() / f"{table.machine}.toml") == spec
-    assert table.initial == "active"
-    assert table.final == {"finalized"}
+    assert (table.initial, table.final) == ENDS[table.machine]
     for clauses in (spec.states, spec.events, spec.bookkeeping, spec.effects):
         assert all(clause.strip() for clause in clauses.values())
 
@@ -288,8 +294,8 @@ def test_in_the_final_state_everything_is_ignored_and_says_why(spec: Spec, table
 
 
 @TABLES
-def test_only_release_and_retire_reach_the_final_state_and_each_such_row_has_it(spec: Spec, table: AnyTable) -> None:
-    parting = "release" if table.machine == "sender" else "retire"
+def test_one_effect_alone_reaches_the_final_state_and_each_such_row_has_it(spec: Spec, table: AnyTable) -> None:
+    parting = {"sender": "release", "receiver": "retire", "kv_transfer": "free_blocks"}[table.machine]
     for (state, _event), cell in table.cells.items():
         leaves = cell.next in table.final and state not in table.final
         assert (parting in cell.effects) == leaves
@@ -321,6 +327,30 @@ def test_the_blanks_of_the_sender_are_these() -> None:
         "failed": [],
         "finalized": [],
     }
+
+
+def test_the_blanks_of_the_kv_transfer_are_these() -> None:
+    """An engine that reports on what it was never given is a bug here; a deadline and a drain end with what they wait for."""
+    blank = {
+        state: sorted(event for event in KvTransferEvent if (state, event) not in kv_table().cells)
+        for state in KvTransferState
+    }
+    begins = ["begun", "begun_without_pieces"]
+    assert blank == {
+        "idle": sorted([*begins, "last_piece_acked", "outcome_drained", "piece_repeated", "went_quiet"]),
+        "marked": ["last_piece_acked", "outcome_drained", "piece_repeated", "went_quiet"],
+        "active": sorted([*begins, "outcome_drained"]),
+        "completed": sorted([*begins, "companion_failed", "deadline_passed", "last_piece_acked", "piece_acked"]),
+        "failed": sorted([*begins, "deadline_passed", "outcome_drained"]),
+        "released": [],
+    }
+
+
+def test_no_row_gives_blocks_back_that_an_engine_may_still_touch() -> None:
+    """What ends a transfer for everybody else never frees its blocks while it is active: only its own engine does."""
+    frees = {(state, event) for (state, event), cell in kv_table().cells.items() if "free_blocks" in cell.effects}
+    assert {event for state, event in frees if state == "active"} == {"went_quiet"}
+    assert {event for state, event in frees if state == "failed"} == {"went_quiet", "last_piece_acked"}
 
 
 def test_the_message_of_a_refusal_reads_as_in_the_style_guide() -> None:

@@ -15,7 +15,7 @@ from omni_fsm.tables import Row, Spec, read_spec, resolved_rows, specs_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = "Generated from specs/ by `make gen`. Edit the spec, not this file."
-MACHINES = ("sender", "receiver")
+MACHINES = ("sender", "receiver", "kv_transfer")
 
 
 def enum_source(name: str, doc: str, members: dict[str, str]) -> str:
@@ -26,16 +26,22 @@ def enum_source(name: str, doc: str, members: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def spoken(spec: Spec) -> str:
+    """A machine's name in words."""
+    return spec.machine.replace("_", " ").replace("kv", "KV")
+
+
 def names_source(specs: list[Spec]) -> str:
     """The source of omni_fsm/protocol/names.py."""
     parts = [f'"""Names of states, events, bookkeeping and effects. {GENERATED}"""\n\nfrom enum import StrEnum']
     for spec in specs:
-        title = spec.machine.title()
+        words = spoken(spec)
+        title = spec.machine.title().replace("_", "")
         parts += [
-            enum_source(f"{title}State", f"States of the {spec.machine}.", spec.states),
-            enum_source(f"{title}Event", f"Events of the {spec.machine}: what happened.", spec.events),
-            enum_source(f"{title}Bookkeeping", f"What the {spec.machine} does to itself.", spec.bookkeeping),
-            enum_source(f"{title}Effect", f"What the runtime does for the {spec.machine}.", spec.effects),
+            enum_source(f"{title}State", f"States of the {words}.", spec.states),
+            enum_source(f"{title}Event", f"Events of the {words}: what happened.", spec.events),
+            enum_source(f"{title}Bookkeeping", f"What the {words} does to itself.", spec.bookkeeping),
+            enum_source(f"{title}Effect", f"What the runtime does for the {words}.", spec.effects),
         ]
     return "\n\n\n".join(parts) + "\n"
 
@@ -53,7 +59,7 @@ def diagram(spec: Spec, rows: list[Row]) -> str:
         ],
         auto_transitions=False,
         graph_engine="mermaid",
-        title=f"title: {spec.machine}",
+        title=f"title: {spoken(spec)}",
     )
     graph: Any = machine.get_combined_graph()  # the library's own type leaves out what every engine has
     lines = str(graph.source).strip().splitlines()
@@ -67,7 +73,7 @@ def page(spec: Spec) -> str:
     rows = list(resolved_rows(spec))
     cells = {(row.state, row.event): row for row in rows}
     lines = [
-        f"# The {spec.machine}",
+        f"# The {spoken(spec)}",
         "",
         f"<!-- {GENERATED} -->",
         "",

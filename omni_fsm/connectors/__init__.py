@@ -5,10 +5,12 @@ Start with `omni_fsm.connectors.port`: it is what the runtime needs of a data pl
 
 from omni_fsm.connectors.connector import LinkConnector
 from omni_fsm.connectors.memory import MemoryEdge, memory_pair
-from omni_fsm.connectors.port import Connector, Health, Hello, HelloMismatchError
+from omni_fsm.connectors.port import CHUNKS, FULL_PAYLOAD, Connector, Health, Hello, HelloMismatchError
 from omni_fsm.connectors.shm import shm_receiver, shm_sender
 
 __all__ = [
+    "CHUNKS",
+    "FULL_PAYLOAD",
     "Connector",
     "Health",
     "Hello",

@@ -27,6 +27,10 @@ class HelloMismatchError(OmniFsmError):
         super().__init__(f"edge {edge}: hello refused: {field_name} is {ours!r} here and {theirs!r} at the peer")
 
 
+CHUNKS, FULL_PAYLOAD = "chunks", "full_payload"
+MODES = (CHUNKS, FULL_PAYLOAD)
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """What both ends of an edge must agree on before the first frame.
@@ -35,22 +39,24 @@ class Hello:
         version: Version of the wire format.
         spec_digest: Digest of specs/sender.toml and specs/receiver.toml (`omni_fsm.tables.spec_digest`).
         edge: The edge, with both stage names.
-        mode: ``chunks`` or ``full_payload``.
+        mode: ``chunks``, or ``full_payload``: the sender gathers its payloads and sends one, with the end.
     """
 
     edge: Edge
     spec_digest: str = field(default_factory=spec_digest)
-    mode: str = "chunks"
+    mode: str = CHUNKS
     version: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what is no edge.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: It is something else, or there is no such mode.
         """
         if not isinstance(self.edge, Edge):
             raise ConfigError("hello.edge", self.edge, "an Edge")
+        if self.mode not in MODES:
+            raise ConfigError("hello.mode", self.mode, " or ".join(MODES))
 
 
 class PutStatus(StrEnum):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from omni_fsm.demo.faults import Faults, parse_at
-from omni_fsm.demo.pipeline import load_pipeline
+from omni_fsm.demo.pipeline import MODES, load_pipeline
 from omni_fsm.demo.reference import MAX_NEW_TOKENS
 from omni_fsm.demo.run import REUSED_MAX_NEW_TOKENS, Order, default_questions
 from omni_fsm.protocol.errors import ConfigError
@@ -19,6 +19,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
     kill: str | None,
     reuse: bool,
     external_id: str | None,
+    mode: str,
 ) -> Order:
     """Read the flags.
 
@@ -29,6 +30,8 @@ def order_of(  # noqa: PLR0913 - one for each flag
         Identity(external_id, 0)  # refused before a model is loaded
     questions = default_questions(external_id)
     stages = load_pipeline().stages
+    if mode not in MODES:
+        raise ConfigError("--mode", mode, " or ".join(MODES))
     if cancel is not None and not 0 <= cancel < len(questions):
         raise ConfigError("--cancel", cancel, f"an index from 0 to {len(questions) - 1}")
     if kill is not None and kill not in stages:
@@ -48,4 +51,4 @@ def order_of(  # noqa: PLR0913 - one for each flag
     asked = [flag for flag, value in flags.items() if value is not None] + ["--reuse-id"] * reuse
     if len(asked) > 1:
         raise ConfigError("flags", ", ".join(asked), "one fault a run")
-    return Order(out, questions, faults, reuse, REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS)
+    return Order(out, questions, faults, reuse, REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS, mode)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from omni_fsm.connectors import Connector, Hello, shm_receiver, shm_sender
+from omni_fsm.connectors import CHUNKS, FULL_PAYLOAD, Connector, Hello, shm_receiver, shm_sender
 from omni_fsm.protocol.identity import Edge
 from omni_fsm.runtime import StageConfig
 
@@ -20,11 +20,15 @@ class Ends(NamedTuple):
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stages in order, the front apart, and the settings of their runtimes."""
+    """Stages in order, the front apart, and the settings of their runtimes.
+
+    ``whole`` names the stages whose output edge is in the mode ``full_payload``.
+    """
 
     front: str
     stages: list[str]
     settings: dict[str, Any]
+    whole: list[str] = []
 
     @property
     def ring(self) -> list[str]:
@@ -45,12 +49,23 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at = self.ring.index(stage)
         before, after = self.ring[at - 1 if at else -2], self.ring[at + 1]
         return Ends(
-            source=shm_receiver(Hello(Edge(before, stage)), directory),
-            sink=shm_sender(Hello(Edge(stage, after)), directory),
+            source=shm_receiver(self._hello(before, stage), directory),
+            sink=shm_sender(self._hello(stage, after), directory),
         )
 
+    def _hello(self, sender: str, receiver: str) -> Hello:
+        return Hello(Edge(sender, receiver), mode=FULL_PAYLOAD if sender in self.whole else CHUNKS)
 
-def load_pipeline() -> Pipeline:
-    """Read pipeline.toml, which is part of the package."""
+
+MODES = {"chunks": [], "full": ["talker"]}
+"""What ``--mode`` means: the stages that send full payloads."""
+
+
+def load_pipeline(mode: str = "chunks") -> Pipeline:
+    """Read pipeline.toml, which is part of the package.
+
+    Args:
+        mode: One of `MODES`.
+    """
     text = resources.files("omni_fsm.demo").joinpath("pipeline.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), Pipeline)
+    return msgspec.structs.replace(msgspec.convert(tomllib.loads(text), Pipeline), whole=MODES[mode])

@@ -86,12 +86,12 @@ class StageProcess:
 
 
 @contextlib.contextmanager
-def stage_processes(stages: list[str], directory: Path, faults: Faults) -> Iterator[dict[str, StageProcess]]:
+def stage_processes(stages: list[str], directory: Path, faults: Faults, mode: str) -> Iterator[dict[str, StageProcess]]:
     """Start every stage; all have loaded their models when this yields, and all have exited when it is left."""
     processes: dict[str, StageProcess] = {}
     try:
         for stage in stages:
-            processes[stage] = StageProcess(Plan(stage, str(directory), faults))
+            processes[stage] = StageProcess(Plan(stage, str(directory), faults, mode))
         for process in processes.values():
             process.answer(START_S)
         yield processes

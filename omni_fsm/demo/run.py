@@ -38,6 +38,7 @@ class Order:
         faults: What to break.
         reuse: Whether to live a hundred lives of the first question's id instead.
         max_new_tokens: Bound of an answer, in tokens.
+        mode: ``chunks``, or ``full``: the talker sends one payload.
     """
 
     out: Path
@@ -45,6 +46,7 @@ class Order:
     faults: Faults = field(default_factory=Faults)
     reuse: bool = False
     max_new_tokens: int = MAX_NEW_TOKENS
+    mode: str = "chunks"
 
 
 def default_questions(external_id: str | None = None) -> list[tuple[str, str]]:
@@ -82,14 +84,14 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
         package_dir(package)
     says("preparing the thinker's weights (half a minute the first time)")
     thinker_dir()
-    pipeline = load_pipeline()
+    pipeline = load_pipeline(order.mode)
     before = _shared_memory()
     with private_directory() as directory:
         says("loading three models in three processes")
         front = Front(
             pipeline.config(pipeline.front), pipeline.connectors(pipeline.front, directory), order.faults, progress
         )
-        with front.adapter, stage_processes(pipeline.stages, directory, order.faults) as processes:
+        with front.adapter, stage_processes(pipeline.stages, directory, order.faults, order.mode) as processes:
             says("answering")
             answers = _serve(order, front, processes)
             says("waiting until every table is empty")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from omni_fsm.adapters import StageRunnerAdapter
+from omni_fsm.connectors import FULL_PAYLOAD
 from omni_fsm.demo.faults import CANCEL_AFTER_CHUNKS, RAISE_AT_CHUNK, At, Faults
 from omni_fsm.demo.models import CHUNK_FRAMES
 from omni_fsm.demo.pipeline import Ends
@@ -223,6 +224,7 @@ class TalkerRunner(StageRunner):
     def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
         super().__init__(config, ends, faults)
         self.model = AcousticNet()
+        self.sends_whole = ends.sink.hello().mode == FULL_PAYLOAD
 
     def consume(self, internal_id: str) -> None:
         """See `StageRunner`: clauses are state of the request, so they wait until it owns its external id."""
@@ -265,7 +267,10 @@ class TalkerRunner(StageRunner):
                 return
 
     def produce(self, context: ProducerContext) -> dict[str, Any] | None:
-        """Chunks of exactly 25 frames, whatever the clauses; the end brings the tail."""
+        """Chunks of exactly 25 frames, whatever the clauses; the end brings the tail.
+
+        In one full payload the frames are joined, and of the text the latest holds: so it brings all text so far.
+        """
         cut = context.state.get_or_create("talker.cut", Cut)
         chunk: Frames | None = None
         if context.is_finished:
@@ -277,7 +282,9 @@ class TalkerRunner(StageRunner):
             chunk = chunks[0] if chunks else None  # at most 24 held and 25 new
         if chunk is None and not (context.is_finished and cut.text):
             return None
-        text, cut.text = cut.text, ""
+        text = cut.text
+        if not self.sends_whole:
+            cut.text = ""
         return {"text": text, "frames": chunk}
 
 

@@ -29,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True):
     stage: str
     directory: str
     faults: Faults
+    mode: str
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not look like an answer
     plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
     pin_threads()
-    pipeline = load_pipeline()
+    pipeline = load_pipeline(plan.mode)
     ends = pipeline.connectors(plan.stage, Path(plan.directory))
     runner = RUNNERS[plan.stage](pipeline.config(plan.stage), ends, plan.faults)
     on_sigterm(runner.adapter.threads, runner.stopping.set)

@@ -11,6 +11,7 @@ from omni_fsm.protocol.errors import (
 from omni_fsm.protocol.frames import Body, Cause, Frame, FrameKind, Outcome
 from omni_fsm.protocol.half import Half, Moved
 from omni_fsm.protocol.identity import Edge, FrameKey, Identity
+from omni_fsm.protocol.kv import KvTransferHalf
 from omni_fsm.protocol.receiver import ReceiverHalf
 from omni_fsm.protocol.sender import SenderHalf
 from omni_fsm.protocol.table import Cell, Table, step
@@ -26,6 +27,7 @@ __all__ = [
     "FrameKind",
     "Half",
     "Identity",
+    "KvTransferHalf",
     "LocalProtocolError",
     "Moved",
     "OmniFsmError",

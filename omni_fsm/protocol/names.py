@@ -245,3 +245,83 @@ class ReceiverEffect(StrEnum):
     STOP_SENDER = "stop_sender"
     #: forget the registration and leave a tombstone: later frames need no credit and are discarded
     RETIRE = "retire"
+
+
+class KvTransferState(StrEnum):
+    """States of the KV transfer."""
+
+    #: known, as a parent or a companion, and no block is marked yet
+    IDLE = "idle"
+    #: its blocks are held; nobody touches them before the runner drains what is pending
+    MARKED = "marked"
+    #: the engine has it: blocks may be read or written at any moment
+    ACTIVE = "active"
+    #: every piece is acknowledged and the engine is done with the blocks; they are held until the outcome is drained
+    COMPLETED = "completed"
+    #: failed or cancelled, and known to be; the engine may still touch the blocks, so they are held
+    FAILED = "failed"
+    #: the blocks are given back: no transfer touches them any more
+    RELEASED = "released"
+
+
+class KvTransferEvent(StrEnum):
+    """Events of the KV transfer: what happened."""
+
+    #: the scheduler asks for the transfer of these blocks
+    BLOCKS_MARKED = "blocks_marked"
+    #: the runner drains what is pending: from now on the engine may touch the blocks
+    BEGUN = "begun"
+    #: as begun, where the plan has no piece for this rank and no companion is waited for
+    BEGUN_WITHOUT_PIECES = "begun_without_pieces"
+    #: the engine says that pieces are delivered and touched no more, or a companion is complete; others are open
+    PIECE_ACKED = "piece_acked"
+    #: as piece_acked, and no other is open
+    LAST_PIECE_ACKED = "last_piece_acked"
+    #: a piece is acknowledged that is not open
+    PIECE_REPEATED = "piece_repeated"
+    #: the engine, the other end or the runner says that it failed; the blocks may still be touched
+    TRANSFER_FAILED = "transfer_failed"
+    #: it took longer than it may
+    DEADLINE_PASSED = "deadline_passed"
+    #: a companion failed or was cancelled
+    COMPANION_FAILED = "companion_failed"
+    #: the owner of the request cancels, or the parent failed or was cancelled
+    CANCELLED = "cancelled"
+    #: the engine says that it touches the blocks no more, whatever became of them
+    WENT_QUIET = "went_quiet"
+    #: the scheduler collects the outcome
+    OUTCOME_DRAINED = "outcome_drained"
+
+
+class KvTransferBookkeeping(StrEnum):
+    """What the KV transfer does to itself."""
+
+    #: remember the blocks
+    KEEP_BLOCKS = "keep_blocks"
+    #: the pieces of the plan are open
+    OPEN_PIECES = "open_pieces"
+    #: these pieces are open no more
+    CLOSE_PIECES = "close_pieces"
+    #: companions are waited for no more
+    DROP_COMPANIONS = "drop_companions"
+    #: one more repeated acknowledgement was absorbed
+    COUNT_REPEAT = "count_repeat"
+
+
+class KvTransferEffect(StrEnum):
+    """What the runtime does for the KV transfer."""
+
+    #: hold the blocks: nobody may reuse them
+    HOLD_BLOCKS = "hold_blocks"
+    #: let go of the blocks, and report those that nobody else holds
+    FREE_BLOCKS = "free_blocks"
+    #: report the transfer as completed, once
+    REPORT_COMPLETED = "report_completed"
+    #: report the failure once: under its own identity, a companion's under its parent's alone
+    RECORD_FAILURE = "record_failure"
+    #: pass the outcome to the parent, if this is a companion
+    TELL_PARENT = "tell_parent"
+    #: cancel the companions: nobody needs them now
+    CANCEL_COMPANIONS = "cancel_companions"
+    #: tell the engine that nobody needs it; one that was given it stops, and answers by going quiet
+    ABORT_ENGINE = "abort_engine"

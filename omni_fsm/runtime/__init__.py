@@ -1,7 +1,9 @@
 """A stage's runtime: one lock, the tables of its requests, outbox and inbox, deadlines, cleanup, threads."""
 
 from omni_fsm.runtime.config import StageConfig
-from omni_fsm.runtime.feedback import Admission, Feedback, Taken, TakenKind
+from omni_fsm.runtime.feedback import Admission, Feedback, Standing, Taken, TakenKind
+from omni_fsm.runtime.kv import BlockHolds, KvDirection, KvJob, KvManager, KvReport, KvTransfers
+from omni_fsm.runtime.kv_blocks import KvBlockReceiver, KvBlockSender, PagedKvCache
 from omni_fsm.runtime.ports import (
     Clock,
     Failure,
@@ -22,12 +24,21 @@ from omni_fsm.runtime.threads import StageThreads, on_sigterm
 
 __all__ = [
     "Admission",
+    "BlockHolds",
     "Clock",
     "Failure",
     "Feedback",
+    "KvBlockReceiver",
+    "KvBlockSender",
+    "KvDirection",
+    "KvJob",
+    "KvManager",
+    "KvReport",
+    "KvTransfers",
     "Later",
     "Observer",
     "Offer",
+    "PagedKvCache",
     "Producer",
     "ProducerContext",
     "Refuse",
@@ -36,6 +47,7 @@ __all__ = [
     "StageHost",
     "StageRuntime",
     "StageThreads",
+    "Standing",
     "Taken",
     "TakenKind",
     "Transition",

@@ -24,6 +24,10 @@ class StageConfig:
             stage knows the request; and what its sender loses fails its receiver instead of cancelling it.
         input_wait_s: Stall time in seconds after which a waiting receiver fails. None: the environment variable
             ``OMNI_FSM_INPUT_WAIT_TIMEOUT_S``, or 600. 0 turns it off, with a warning.
+        full_payload_wait_s: As ``input_wait_s``, for an input edge in the mode ``full_payload``: all of the stage before passes
+            until its one frame comes. None: as ``input_wait_s``.
+        replace_keys: On an output edge in the mode ``full_payload``: keys of which each payload gives all there is so far, though
+            their tensors look like rows.
         send_stall_s: Seconds that a frame may find the connector busy before it is given up. None: as ``input_wait_s``.
         reconnect_s: Seconds after which a half that opens or waits on a lost edge fails with ``peer_lost``.
         unclaimed_s: Seconds that frames of a request nobody has registered are held.
@@ -44,6 +48,8 @@ class StageConfig:
     stage: str
     front: bool = False
     input_wait_s: float | None = None
+    full_payload_wait_s: float | None = None
+    replace_keys: tuple[str, ...] = ()
     send_stall_s: float | None = None
     reconnect_s: float = 1.0
     unclaimed_s: float = 30.0
@@ -69,7 +75,8 @@ class StageConfig:
         checked_text("stage", self.stage, MAX_STAGE_NAME_BYTES)
         wait = self._resolved_input_wait()
         object.__setattr__(self, "input_wait_s", wait)
-        object.__setattr__(self, "send_stall_s", wait if self.send_stall_s is None else self.send_stall_s)
+        for name in ("send_stall_s", "full_payload_wait_s"):
+            object.__setattr__(self, name, wait if getattr(self, name) is None else getattr(self, name))
         if not isinstance(self.front, bool):
             raise ConfigError("front", self.front, "a bool")
         for setting in fields(self):
@@ -108,6 +115,8 @@ class StageConfig:
             raise ConfigError(name, value, "an int of 1 or more")
         if name == "retries" and not (type(value) is int and value >= 0):
             raise ConfigError(name, value, "an int of 0 or more")
+        if name == "replace_keys" and not (isinstance(value, tuple) and all(isinstance(key, str) for key in value)):
+            raise ConfigError(name, value, "a tuple of str")
         if name == "backlog_policy" and value not in BACKLOG_POLICIES:
             raise ConfigError(name, value, " or ".join(BACKLOG_POLICIES))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, assert_never
 
-from omni_fsm.connectors.port import Connector
+from omni_fsm.connectors.port import FULL_PAYLOAD, Connector
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import ReceiverEffect, SenderEffect, SenderState
@@ -84,6 +84,8 @@ class StageCore:
         self.paused: dict[str, None] = {}  # refused for the backlog's sake, to be told when there is room
         self.lost: dict[str, Cause] = {}  # by edge role: why the peer is gone, while it is
         self.losses = 0  # how often the output edge lost its peer: tells a put that it happened meanwhile
+        whole = source is not None and source.hello().mode == FULL_PAYLOAD
+        self.input_wait_s = (config.full_payload_wait_s if whole else config.input_wait_s) or 0.0
         self.closing = ""  # why new work is refused, once it is
 
     def turn(self) -> Turn:
@@ -120,8 +122,8 @@ class StageCore:
         if self.config.front:
             self.dispatch(turn, request)  # its end may have waited for what just came
         key = ("deadline", request.identity)
-        if half.waiting and self.config.input_wait_s:
-            self.set_timer(turn, key, self.config.input_wait_s)
+        if half.waiting and self.input_wait_s:
+            self.set_timer(turn, key, self.input_wait_s)
         else:
             self.timers.cancel(key)
         self._forget_if_over(request)

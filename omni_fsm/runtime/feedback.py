@@ -50,6 +50,21 @@ class Taken:
     segment_end: bool = False
 
 
+class Standing(StrEnum):
+    """Where a request stands with this stage's edges: a view of its halves, nothing is taken or changed by looking.
+
+    The first that holds counts, in this order.
+    """
+
+    UNKNOWN = "unknown"  # not registered here, or all of it is over
+    FAILED = "failed"  # a take gives the failure
+    NO_ROOM = "no_room"  # a submit was refused for the backlog's sake, and there is no room yet
+    NO_INPUT = "no_input"  # the stage has no input edge
+    READY = "ready"  # a take gives a chunk or the end
+    WAITS = "waits"  # nothing is staged, more is to come
+    OVER = "over"  # no more input comes: consumed to its end, or left
+
+
 NOT_YET = Taken(TakenKind.NOT_YET)
 GONE = Taken(TakenKind.GONE)
 
@@ -82,3 +97,10 @@ class Feedback:
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__slots__)
+
+    def add(self, later: "Feedback") -> None:
+        """Add what was collected after this; who failed meanwhile is not ready any more."""
+        for name in self.__slots__:
+            getattr(self, name).update(getattr(later, name))
+        for internal_id in later.failed:
+            self.ready.pop(internal_id, None)

@@ -76,8 +76,8 @@ class Intake:
                 core.release_for_successor(turn, owner)
         waiting = core.tables.unclaimed.pop(identity, None)
         core.timers.cancel(("unclaimed", identity))
-        if request.receiver is not None and core.config.input_wait_s:
-            core.set_timer(turn, ("deadline", identity), core.config.input_wait_s)
+        if request.receiver is not None and core.input_wait_s:
+            core.set_timer(turn, ("deadline", identity), core.input_wait_s)
         for held in waiting.frames if waiting else ():
             self._inbox.feed(turn, request, held)
         if waiting and waiting.orphaned and request.receiver is not None:

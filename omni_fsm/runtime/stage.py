@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from omni_fsm.connectors.port import Connector, Health
+from omni_fsm.connectors.port import FULL_PAYLOAD, Connector, Health
 from omni_fsm.payload import tree_nbytes
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.frames import Cause, Outcome
@@ -16,7 +16,8 @@ from omni_fsm.runtime import outbox as outbox_module
 from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.core import StageCore, Turn
 from omni_fsm.runtime.ending import Ending
-from omni_fsm.runtime.feedback import ACCEPTED, GONE, NOT_YET, Admission, Feedback, Taken, TakenKind
+from omni_fsm.runtime.feedback import ACCEPTED, GONE, NOT_YET, Admission, Feedback, Standing, Taken, TakenKind
+from omni_fsm.runtime.full_payload import FullPayloadProducer
 from omni_fsm.runtime.inbox import Inbox
 from omni_fsm.runtime.intake import Intake
 from omni_fsm.runtime.outbox import Outbox
@@ -85,7 +86,8 @@ class StageRuntime:
             wakeups=wakeups or NoThreads(),
             observers=tuple(observers),
         )
-        self._outbox = Outbox(self._core, producer)
+        whole = sink is not None and sink.hello().mode == FULL_PAYLOAD
+        self._outbox = Outbox(self._core, FullPayloadProducer(producer, config.replace_keys) if whole else producer)
         self._inbox = Inbox(self._core, self._register_offered)
         self._intake = Intake(self._core, self._inbox)
         self._ending = Ending(self._core, self._inbox)
@@ -302,6 +304,42 @@ class StageRuntime:
                 core.woken(turn)
             return _taken(staged, moved, half.cause)
 
+    def peek(self, internal_id: str) -> Taken:
+        """What a take would give, without taking: its credit stays here, and its payload belongs to the stage."""
+        with self._core.lock:
+            request = self._core.tables.by_internal.get(internal_id)
+            half = request.receiver if request is not None else None
+            if half is None:
+                return GONE
+            if half.staged:
+                return _given(half.staged[0], half.cause)
+            if half.accepts(ReceiverEvent.FAILURE_CONSUMED):
+                return Taken(TakenKind.FAILED, cause=half.cause)
+            return NOT_YET if half.accepts(ReceiverEvent.DATA_ARRIVED) else GONE
+
+    def standings(self, internal_ids: Iterable[str]) -> dict[str, Standing]:
+        """Where each of these requests stands, all at one moment; see `Standing`.
+
+        Called by: a scheduler, once a cycle for all its requests.
+        """
+        with self._core.lock:
+            return {internal_id: self._standing(internal_id) for internal_id in internal_ids}
+
+    def _standing(self, internal_id: str) -> Standing:
+        request = self._core.tables.by_internal.get(internal_id)
+        if request is None:
+            return Standing.UNKNOWN
+        half = request.receiver
+        if half is not None and half.accepts(ReceiverEvent.FAILURE_CONSUMED):
+            return Standing.FAILED
+        if internal_id in self._core.paused:
+            return Standing.NO_ROOM
+        if half is None:
+            return Standing.NO_INPUT
+        if half.staged:
+            return Standing.READY
+        return Standing.WAITS if half.accepts(ReceiverEvent.DATA_ARRIVED) else Standing.OVER
+
     # Steps
 
     def produce_once(self) -> bool:
@@ -345,7 +383,7 @@ class StageRuntime:
             case ("deadline", identity):
                 request = core.tables.receiver_of(identity)
                 if request is not None and request.receiver is not None and request.receiver.waiting:
-                    reason = f"deadline_passed: no frame for {core.config.input_wait_s:g} s"
+                    reason = f"deadline_passed: no frame for {core.input_wait_s:g} s"
                     cause = Cause(Outcome.ERROR, reason, core.clock.now_ns())
                     core.receiver_moved(turn, request, request.receiver.on_deadline(cause))
             case ("hold", identity):
@@ -425,7 +463,9 @@ def _end_name(connector: Connector) -> str:
 def _taken(staged: Staged | None, moved: ReceiverMoved, cause: Cause | None) -> Taken:
     if moved.event is ReceiverEvent.FAILURE_CONSUMED:
         return Taken(TakenKind.FAILED, cause=cause)
-    if staged is None:
-        return GONE
+    return GONE if staged is None else _given(staged, cause)
+
+
+def _given(staged: Staged, cause: Cause | None) -> Taken:
     kind = TakenKind.END if staged.is_end else TakenKind.CHUNK
     return Taken(kind, staged.payload, cause if staged.is_end else None, staged.segment, staged.segment_end)

@@ -223,6 +223,10 @@ class StoppedClock:
         """See `omni_fsm.runtime.Clock`."""
 
 
+_TAIL = "tail"
+"""What every end carries."""
+
+
 def external_name(identity: Identity) -> str:
     """The internal id that every host here gives a life: its generation."""
     return str(identity.generation)
@@ -240,6 +244,8 @@ class WorldHost:
         ended: Requests that this host has ended.
         opened: Requests that the stages before know.
         lost: Requests whose marker was lost.
+        closing: Whether the stage was shut down.
+        owes_release: Requests that this host has failed and not yet let go.
         released: Requests that this host has let go.
         begun: Lives that began here or were offered.
         problem: What was seen that must never be.
@@ -254,6 +260,8 @@ class WorldHost:
         self.ended: set[str] = set()
         self.opened: set[str] = set()
         self.lost: set[str] = set()
+        self.closing = False
+        self.owes_release: set[str] = set()
         self.released: set[str] = set()
         self.begun: set[str] = set()
         self.problem = ""
@@ -268,6 +276,8 @@ class WorldHost:
             frozenset(self.ended),
             frozenset(self.opened),
             frozenset(self.lost),
+            self.closing,
+            frozenset(self.owes_release),
             frozenset(self.released),
             frozenset(self.begun),
         )
@@ -287,14 +297,16 @@ class WorldHost:
         """Begin a life here, with all its chunks."""
         name = external_name(identity)
         self.begun.add(name)
-        runtime.register(name, identity)
+        admission = runtime.register(name, identity)
+        if not admission.accepted:
+            self.told[name] = admission.reason
         for chunk in range(self.role.chunks):
             runtime.submit_chunk(name, chunk, segment_end=self.role.segments)
 
     def end(self, runtime: StageRuntime, name: str) -> None:
-        """Say that the output is complete."""
+        """Say that the output is complete; something goes out with the end itself."""
         self.ended.add(name)
-        runtime.end(name)
+        runtime.end(name, _TAIL)
 
     def cycle(self, runtime: StageRuntime) -> None:
         """Collect the feedback and act on it."""
@@ -321,7 +333,9 @@ class WorldHost:
     def release(self, runtime: StageRuntime, name: str) -> None:
         """Let go of a request."""
         self.released.add(name)
-        runtime.release(name)
+        self.owes_release.discard(name)
+        if not self.closing:
+            runtime.release(name)
 
     def take(self, runtime: StageRuntime, name: str) -> None:
         """Take one frame."""
@@ -333,6 +347,8 @@ class WorldHost:
             return
         self.ready.pop(name, None)
         if taken.kind is TakenKind.END:
+            if (taken.payload, taken.segment) != (_TAIL, self.role.chunks if self.role.segments else 0):
+                self.problem = f"the end brings {taken.payload!r} in segment {taken.segment}"
             if self.took.get(name, 0) != self.role.chunks:
                 self.problem = f"ok after {self.took.get(name, 0)} of {self.role.chunks} chunks"
             if not self.role.sink or self.role.front:
@@ -348,16 +364,26 @@ class WorldHost:
         if self.role.sink and not self.role.front:
             runtime.submit_chunk(name, chunk, segment_end=self.role.segments)
 
+    def shut_down(self, runtime: StageRuntime, names: tuple[str, ...]) -> None:
+        """The stage is shut down: every request is let go by that, and nothing is released one by one."""
+        self.closing = True
+        self.released.update(names)
+        for name in names:
+            self.told.setdefault(name, "shutdown")
+        runtime.begin_shutdown()
+
     def leave(self, runtime: StageRuntime, how: str, name: str, reason: str) -> None:
         """End a request early, in one of the ways that a host has."""
         if how == "fail":
             runtime.fail(name, reason)
         elif how == "cancel":
             runtime.cancel(name, reason)
-        if how == "cancel":
-            self.released.add(name)
-        else:
+        if how == "release":
             self.release(runtime, name)
+        elif how == "fail":
+            self.owes_release.add(name)
+        else:
+            self.released.add(name)
         self.told.setdefault(name, reason)
         self.ready.pop(name, None)
 

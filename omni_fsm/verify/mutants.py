@@ -91,28 +91,23 @@ def _without(cell: AnyCell, action: Any) -> AnyCell:
 
 
 AnyScope = Scope | PipelineScope
+_TWO = ring("front", "thinker")
+
 SCOPES: tuple[Callable[[], AnyScope], ...] = (
     partial(Scope, faults=frozenset()),
-    *(partial(Scope, faults=frozenset({fault})) for fault in sorted(ALL_FAULTS)),
-    partial(Scope, faults=frozenset({"segment"})),
-    partial(PipelineScope, ring(), eager=True),
+    *(partial(Scope, faults=frozenset({fault})) for fault in sorted(ALL_FAULTS | {"segment"})),
+    partial(PipelineScope, _TWO, eager=True),
+    partial(PipelineScope, _TWO, eager=True, hiccups=1),
     partial(PipelineScope, line(chunks=2, segments=True)),
     partial(PipelineScope, line(chunks=3, window_frames=1)),
-    partial(PipelineScope, line(chunks=2, window_frames=1), hiccups=1),
-    partial(PipelineScope, ring(), eager=True, hiccups=1),
     *(
-        partial(PipelineScope, line(chunks=3, window_frames=1), wrongs=frozenset({wrong}), budget=1, meanwhile=True)
+        partial(PipelineScope, stages, wrongs=frozenset({wrong}), budget=1, eager=eager, meanwhile=True)
+        for stages, eager in ((line(window_frames=1), False), (_TWO, True))
         for wrong in sorted(EVERY_WRONG)
     ),
-    partial(PipelineScope, ring(), wrongs=frozenset({"raise"}), budget=1, eager=True),
-    partial(PipelineScope, ring(), wrongs=frozenset({"refuse"}), budget=1, eager=True),
-    partial(PipelineScope, ring(), wrongs=frozenset({"load"}), budget=1, eager=True),
-    partial(PipelineScope, ring(), wrongs=frozenset({"kill"}), budget=1, eager=True),
-    partial(Scope, faults=ALL_FAULTS | {"segment"}),
-    partial(PipelineScope, ring(), wrongs=frozenset({"release"}), budget=1, eager=True),
-    partial(PipelineScope, ring(), wrongs=frozenset({"cancel"}), budget=1, eager=True),
-    partial(PipelineScope, ring(), wrongs=frozenset({"deadline"}), budget=1, eager=True),
+    partial(PipelineScope, line(chunks=2, segments=True), wrongs=frozenset({"raise", "refuse"}), budget=1),
     partial(Scope, chunks=2, faults=frozenset({"put", "raise"})),
+    partial(Scope, faults=ALL_FAULTS | {"segment"}),
     partial(Scope, generations=2, retries=0, faults=frozenset({"cancel", "raise"})),
 )
 """Small scopes first."""

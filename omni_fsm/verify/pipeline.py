@@ -15,7 +15,7 @@ from omni_fsm.verify.ends import CellName, Granted, Notice, Reclaimed, Role, Sen
 from omni_fsm.verify.explore import Action, Step, Violation
 from omni_fsm.verify.stages import Happening, Local, Stages
 
-EVERY_WRONG = frozenset({"cancel", "fail", "release", "raise", "refuse", "load", "kill", "deadline"})
+EVERY_WRONG = frozenset({"cancel", "fail", "release", "raise", "refuse", "load", "kill", "deadline", "shutdown"})
 """All that the adversary of a `PipelineScope` may do."""
 
 DEAD = -1
@@ -32,7 +32,8 @@ class PipelineScope:
         roles: The stages, in the order of the frames. The last one's output goes to the first where both say so.
         lives: How many lives of one external id may be opened, the next at any moment.
         wrongs: What the adversary may do: ``cancel``, ``fail``, ``release`` (a host lets go early), ``raise`` (a producer),
-            ``refuse`` (a put), ``load`` (a body that cannot be decoded or fetched), ``kill``, ``deadline`` (too early).
+            ``refuse`` (a put), ``load`` (a body that cannot be decoded or fetched), ``kill``, ``deadline`` (too early),
+            ``shutdown``.
         budget: How many of these in one path.
         hiccups: How many puts in one path may be busy, fail for now, or be stored though they report failure.
         meanwhile: Whether a host may leave, or an edge be lost, while a producer, its factory or a put is under way.
@@ -211,6 +212,8 @@ class PipelineWorld:
             yield from self._meanwhiles(at, "put: stored", "put", leaves)
         if "load" in wrongs:
             yield from self._bad_loads(at)
+        if "shutdown" in wrongs:
+            yield self._act(at, "shut down", ("shutdown", local.live), fair=False, wrong="shutdown")
         if "kill" in wrongs:
             yield Action(Step(f"{name}: killed", name, name), partial(self._killed, at), fair=False)
 

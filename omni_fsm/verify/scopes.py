@@ -41,12 +41,12 @@ SCOPES = (
     ),
     Named(
         "three bound stages, one chunk, one thing goes wrong anywhere",
-        250_665,
+        308_331,
         partial(PipelineScope, ring(), wrongs=EVERY_WRONG, budget=1, eager=True),
     ),
     Named(
         "credit for one frame, three chunks, registered late or never, one thing goes wrong",
-        69_833,
+        101_711,
         partial(PipelineScope, line(chunks=3, window_frames=1), wrongs=EVERY_WRONG, budget=1, meanwhile=True),
     ),
     Named(

@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_fsm.connectors.port import CreditReturned, PeerLost, RoomReturned, Stopped
 from omni_fsm.protocol.identity import Edge, Identity
+from omni_fsm.protocol.names import ReceiverState, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf
 from omni_fsm.protocol.sender import SenderHalf, SendTask
 from omni_fsm.runtime import StageConfig, StageRuntime
@@ -137,7 +138,14 @@ class Stages:
             problem = f"{type(error).__name__}: {error}"
         self.cells |= stage.watcher.cells
         stage.watcher.cells.clear()
-        problem = problem or stage.watcher.problem or stage.host.problem or stray_state(stage) or unrecorded(stage)
+        problem = (
+            problem
+            or stage.watcher.problem
+            or stage.host.problem
+            or stray_state(stage)
+            or unrecorded(stage)
+            or unbound(stage)
+        )
         out: list[Letter] = []
         for end in (stage.source, stage.sink):
             if end is not None:
@@ -161,7 +169,8 @@ def run(stage: Stage, happening: Happening) -> None:  # noqa: C901, PLR0912 - on
     """Let one thing happen to a stage.
 
     Kinds: ``open`` a life, ``end`` it, ``register`` an offered one, ``leave`` one early, ``produce``, ``raise`` (a producer),
-    ``put``, ``get`` a frame, ``hear`` a letter, ``lost`` (an edge's peer), ``room``, ``timer``, ``cycle``, ``take``.
+    ``put``, ``get`` a frame, ``hear`` a letter, ``lost`` (an edge's peer), ``room``, ``timer``, ``cycle``, ``take``, ``release``,
+    ``shutdown``.
     """
     runtime, host = stage.runtime, stage.host
     match happening:
@@ -195,6 +204,10 @@ def run(stage: Stage, happening: Happening) -> None:  # noqa: C901, PLR0912 - on
             host.cycle(runtime)
         case ("take", name):
             host.take(runtime, name)
+        case ("shutdown", names):
+            host.shut_down(runtime, names)
+        case ("release", name):
+            host.release(runtime, name)
         case _:
             raise AssertionError(happening)
 
@@ -280,6 +293,22 @@ def stray_state(stage: Stage) -> str:
         owner = store._owners.get(external_id)
         if owner is None or _is_over(stage.runtime, owner.identity):
             return "state is left of a life that is over"
+    return ""
+
+
+def unbound(stage: Stage) -> str:
+    """A half that goes on although the request's other half has failed, in words; empty when there is none."""
+    for request in stage.runtime._core.tables.snapshot():
+        sender, receiver = request.sender, request.receiver
+        if sender is None or receiver is None:
+            continue
+        if sender.state is SenderState.FAILED and receiver.state is ReceiverState.ACTIVE:
+            return "the sender has failed, and its stage's receiver goes on"
+        if receiver.state is ReceiverState.FAILED and sender.state in (
+            SenderState.ACTIVE,
+            SenderState.TERMINAL_PENDING,
+        ):
+            return "the receiver has failed, and its stage's sender goes on"
     return ""
 
 
@@ -403,6 +432,7 @@ def _fair(stage: Stage) -> list[Happening]:
     if stage.sink is not None and stage.sink.room_owed:
         fair.append(("room",))
     fair += [("take", name) for name in host.ready]
+    fair += [("release", name) for name in sorted(host.owes_release)]
     for key in core.timers._due_ns:
         match key:
             case ("hold", Identity() as identity) if not core.tables.by_identity[identity].hold_is_busy:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from omni_fsm.protocol import Cause, Frame, FrameKind, Identity, Outcome
-from omni_fsm.protocol.names import ReceiverEffect, ReceiverEvent, ReceiverState, SenderEffect, SenderState
+from omni_fsm.protocol.names import ReceiverEffect, ReceiverEvent, ReceiverState, SenderEffect, SenderEvent, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf, ReceiverMoved, ReceiverTable
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved, SenderTable, SendTask, TaskKind
 from omni_fsm.tables import receiver_table, sender_table
@@ -19,6 +19,8 @@ DONE = Cause(Outcome.DONE, "done")
 ALL_FAULTS = frozenset({"put", "raise", "cancel", "kill", "deadline", "get"})
 
 _LEFT = (SenderState.CANCELLED_CURRENT, SenderState.FAILED)
+
+_GOES_BACK = (SenderEvent.PUT_RETRIED, SenderEvent.PUT_DEFERRED)
 
 Lane = tuple[str, str]
 """From whom a step comes, and to whom it happens."""
@@ -157,6 +159,10 @@ class EdgeWorld:
                 yield self._act(RUNNER, at, "submit the last chunk of a segment", self._submit_segment_end, fair=False)
         if active:
             yield self._act(RUNNER, at, "submit the end", self._submit_end, fair=True)
+        if half.state is SenderState.TERMINAL_PENDING:
+            yield self._act(RUNNER, at, "submit the end again", self._submit_end, fair=False)
+        if half.state in _LEFT:
+            yield self._act(RUNNER, at, "submit too late", self._submit_late, fair=False)
         if half.state is SenderState.FAILED and not half.release_noted:
             yield self._act(RUNNER, at, "release the failed", partial(self._leave, "release"), fair=True)
         elif "cancel" in scope.faults:
@@ -273,8 +279,22 @@ class EdgeWorld:
         world._sender_moved(at, life, life.own_sender().submit_end(0))
 
     @staticmethod
+    def _submit_late(world: "EdgeWorld", at: int, life: Life) -> None:
+        half = life.own_sender()
+        offers = (half.submit_chunk(0), half.submit_chunk(0, segment_end=True), half.submit_end(0))
+        for moved in offers:
+            world._sender_moved(at, life, moved)
+        if not all(moved.ignored for moved in offers):
+            raise Violation("a life that has left accepts more")
+
+    @staticmethod
     def _leave(name: str, world: "EdgeWorld", at: int, life: Life) -> None:
-        world._sender_moved(at, life, _LEAVES[name](life.own_sender()))
+        half = life.own_sender()
+        before = half.state
+        world._sender_moved(at, life, _LEAVES[name](half))
+        flushes = before is SenderState.TERMINAL_PENDING and name in ("release", "close")
+        if half.state is before and before not in _LEFT and not flushes:
+            raise Violation("a life that was left goes on")
 
     @staticmethod
     def _stopped(world: "EdgeWorld", at: int, life: Life) -> None:
@@ -379,6 +399,11 @@ class EdgeWorld:
 
     def _sender_moved(self, at: int, life: Life, moved: SenderMoved) -> None:
         self.scope.cells.add(("sender", moved.before, moved.event))
+        if moved.before in _LEFT and moved.after not in (moved.before, SenderState.FINALIZED):
+            raise Violation("a life that has left leaves again, for another cause")
+        half = life.sender
+        if half is not None and half.in_flight is not None and (half.is_final or moved.event in _GOES_BACK):
+            raise Violation("a task that is over, or waits, is still in flight")
         for effect in moved.effects:
             if effect is SenderEffect.RELEASE:
                 if life.released:
