@@ -1,4 +1,4 @@
-"""The command line: ``omni-fsm demo`` and ``omni-fsm explore``."""
+"""The command line: ``omni-fsm demo``, ``omni-fsm explore`` and ``omni-fsm bench``."""
 
 import json
 from pathlib import Path
@@ -161,6 +161,27 @@ def explore_command(
     if as_json:
         typer.echo(json.dumps(report.content))
     raise typer.Exit(0 if report.is_well else 1)
+
+
+@app.command()
+def bench(
+    *,
+    case: Annotated[str, typer.Option(help="What to measure: accumulate.")] = "accumulate",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Measure, within one run: medians of rounds that alternate."""
+    from omni_fsm.bench import accumulate  # noqa: PLC0415 - loads torch: other commands need not
+
+    console = Console(stderr=as_json)
+    if case != "accumulate":
+        console.print(f"error: --case {case!r}; accepted: accumulate", style="red", markup=False, highlight=False)
+        raise typer.Exit(2)
+    found = accumulate.measure()
+    for size in ("few", "many"):
+        console.print(f"{found[size]['chunks']} chunks: {found[size]['median_s'] * 1e3:.1f} ms", highlight=False)
+    console.print(f"ratio: {found['ratio']:.1f} (median of {found['rounds']} rounds)", highlight=False)
+    if as_json:
+        typer.echo(json.dumps(found))
 
 
 def main() -> None:

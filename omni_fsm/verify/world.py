@@ -328,7 +328,10 @@ class EdgeWorld:
     @staticmethod
     def _raise(world: "EdgeWorld", at: int, life: Life) -> None:
         world._run_producer(life)
-        world._sender_moved(at, life, life.own_sender().on_producer_raised(FAILED))
+        half = life.own_sender()
+        world._sender_moved(at, life, half.on_producer_raised(FAILED))
+        if half.in_flight is not None and half.in_flight.frame is None:
+            raise Violation("a producer has raised, and its task waits for it")
 
     def _run_producer(self, life: Life) -> int:
         """The chunk that the producer of the task in flight is given; none with an end."""
