@@ -226,6 +226,7 @@ class FramesProducer(DemoProducer):
 @pytest.mark.skipif(find_spec("hibari") is None, reason="hibari-tts is not installed")
 class TestTalkerProducer(FramesProducer):
     stage = "talker"
+    segments_alone = True
 
     def whole(self) -> bytes:
         return self.frames().tobytes()
@@ -237,6 +238,13 @@ class TestTalkerProducer(FramesProducer):
 class TestCode2WavProducer(FramesProducer):
     stage = "code2wav"
     sizes = (3, 0, 5)
+    whole_in_segments = False  # each segment has a vocoder of its own
+
+    def test_a_segment_sounds_as_if_alone_and_the_count_of_turns_goes_on(self) -> None:
+        run = self._run(self.make_producer(), "segments", cuts=frozenset({0}))
+        sounds = [b"".join(self.content(given) for given in run.objects if given["turn"] == turn) for turn in (1, 2)]
+        cuts = (slice(3), slice(3, None))
+        assert sounds == [Vocoder(5).push(self.frames()[cut], last=True).tobytes() for cut in cuts]
 
     def whole(self) -> bytes:
         return Vocoder(5).push(self.frames(), last=True).tobytes()

@@ -1354,13 +1354,14 @@ def test_a_put_is_tried_again_and_what_is_given_up_fails_with_its_reason(faults:
     receiver = Rank(KvBlockReceiver, plan, 0, caches[1], {0: source})
     for _ in range(3):
         sender.step(), receiver.step()
+    unused = faults.count(UNUSED)
     sender.mover._connectors[0].faults = faults
     sender.mark(A, (1,))
     receiver.mark(A, (2,))
     for _ in range(20):
         sender.step(), receiver.step()
     sender.collect(), receiver.collect()
-    assert faults == ([UNUSED] if UNUSED in faults else [])
+    assert len(faults) == unused
     assert sender.failed == ({A: error(reason)} if reason else {})
     assert (sender.completed, receiver.completed) == (([], []) if reason else ([A], [A]))
     receiver.clock.advance(60)  # the other end learns of it by the failed end, or by its deadline

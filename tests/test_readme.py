@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from omni_fsm import adapters, payload, runtime, testing
 from omni_fsm.adapters import StageRunnerAdapter
 from omni_fsm.connectors import Hello, memory_pair
 from omni_fsm.protocol import Edge, LocalProtocolError
@@ -85,3 +86,19 @@ def test_both_commands_of_the_readme_are_targets_of_the_makefile() -> None:
         "demo",
         "test",
     ]
+
+
+NAMED = [adapters, runtime, payload, testing]
+EQUIVALENTS = (ROOT / "docs" / "equivalents.md").read_text(encoding="utf-8")
+
+
+def test_what_the_table_of_equivalents_names_exists() -> None:
+    rights = [line.split("|")[2] for line in EQUIVALENTS.splitlines() if line.startswith("| `")]
+    dotted = {name for right in rights for name in re.findall(r"`([A-Z]\w+\.\w+)", right)}
+    assert len(rights) > 40
+    assert len(dotted) > 20
+    for name in dotted:
+        owner, _, attribute = name.partition(".")
+        holder = next((getattr(module, owner) for module in NAMED if hasattr(module, owner)), None)
+        assert holder is not None, name
+        assert hasattr(holder, attribute) or f"{attribute}:" in str(holder.__doc__), name

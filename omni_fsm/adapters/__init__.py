@@ -9,6 +9,7 @@ from omni_fsm.adapters.producers import (
     LegacyStep,
     TransferManager,
 )
+from omni_fsm.adapters.ranks import ClosableGroup, Group, GroupLostError, RankedStage, TorchGroup
 from omni_fsm.adapters.runner import AcceptAll, Generations, StageRunnerAdapter
 from omni_fsm.adapters.scheduler import Cycle, SchedulerCoordinator
 from omni_fsm.adapters.scheduling import (
@@ -52,12 +53,15 @@ __all__ = [
     "Cause",
     "Chunk",
     "ChunkRules",
+    "ClosableGroup",
     "Cycle",
     "Edge",
     "Failure",
     "Feedback",
     "FeedbackSink",
     "Generations",
+    "Group",
+    "GroupLostError",
     "Hello",
     "Identity",
     "Later",
@@ -74,6 +78,7 @@ __all__ = [
     "Place",
     "Producer",
     "ProducerContext",
+    "RankedStage",
     "Refuse",
     "Register",
     "Resume",
@@ -89,6 +94,7 @@ __all__ = [
     "Step",
     "Taken",
     "TakenKind",
+    "TorchGroup",
     "TransferManager",
     "Transition",
     "memory_pair",

@@ -19,6 +19,7 @@ from omni_fsm.runtime.ports import (
     Wakeups,
     passthrough,
 )
+from omni_fsm.runtime.ranks import CycleInput, RankEvent, RankEventKind, RankListError, RankLostError
 from omni_fsm.runtime.stage import StageRuntime
 from omni_fsm.runtime.threads import StageThreads, on_sigterm
 
@@ -26,6 +27,7 @@ __all__ = [
     "Admission",
     "BlockHolds",
     "Clock",
+    "CycleInput",
     "Failure",
     "Feedback",
     "KvBlockReceiver",
@@ -41,6 +43,10 @@ __all__ = [
     "PagedKvCache",
     "Producer",
     "ProducerContext",
+    "RankEvent",
+    "RankEventKind",
+    "RankListError",
+    "RankLostError",
     "Refuse",
     "Register",
     "StageConfig",

@@ -141,7 +141,7 @@ class Transition:
     """One transition, for observers.
 
     Attributes:
-        machine: ``sender`` or ``receiver``.
+        machine: ``sender``, ``receiver`` or ``kv_transfer``.
         edge: The edge.
         internal_id: The host's name of the request.
         identity: External id and generation.
@@ -176,7 +176,7 @@ class Failure:
     Attributes:
         what: ``failed`` (a request), ``marker_lost`` (its end cannot be delivered), ``edge`` (a connector), ``hook_raised``
             (a hook, observer or connector call), ``crashed`` (the stage).
-        machine: ``sender`` or ``receiver``; ``connector`` or ``stage`` where no request is concerned.
+        machine: ``sender``, ``receiver`` or ``kv_transfer``; ``connector`` or ``stage`` where no request is concerned.
         edge: The edge, if one is concerned.
         internal_id: The host's name of the request, or empty.
         identity: External id and generation, or None.

@@ -340,6 +340,8 @@ class WorldHost:
     def take(self, runtime: StageRuntime, name: str) -> None:
         """Take one frame."""
         taken = runtime.take(name)
+        if taken.kind in (TakenKind.CHUNK, TakenKind.END) and name not in self.opened:
+            self.problem = "input is taken of a request that was never reported as opened"
         if taken.kind is TakenKind.CHUNK:
             if taken.segment != (taken.payload if self.role.segments else 0):
                 self.problem = f"chunk {taken.payload} comes with segment {taken.segment}"

@@ -105,7 +105,7 @@ SCOPES: tuple[Callable[[], AnyScope], ...] = (
         for stages, eager in ((line(window_frames=1), False), (_TWO, True))
         for wrong in sorted(EVERY_WRONG)
     ),
-    partial(PipelineScope, line(chunks=2, segments=True), wrongs=frozenset({"raise", "refuse"}), budget=1),
+    partial(PipelineScope, line(chunks=2, segments=True), wrongs=frozenset({"cancel", "raise", "refuse"}), budget=1),
     partial(Scope, chunks=2, faults=frozenset({"put", "raise"})),
     partial(Scope, faults=ALL_FAULTS | {"segment"}),
     partial(Scope, generations=2, retries=0, faults=frozenset({"cancel", "raise"})),

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from omni_fsm.connectors.port import CreditReturned, PeerLost, RoomReturned, Stopped
+from omni_fsm.protocol.frames import Outcome
 from omni_fsm.protocol.identity import Edge, Identity
 from omni_fsm.protocol.names import ReceiverState, SenderState
 from omni_fsm.protocol.receiver import ReceiverHalf
@@ -302,7 +303,8 @@ def unbound(stage: Stage) -> str:
         sender, receiver = request.sender, request.receiver
         if sender is None or receiver is None:
             continue
-        if sender.state is SenderState.FAILED and receiver.state is ReceiverState.ACTIVE:
+        over = sender.is_final and sender.cause is not None and sender.cause.outcome is Outcome.ERROR
+        if (over or sender.state is SenderState.FAILED) and receiver.state is ReceiverState.ACTIVE:
             return "the sender has failed, and its stage's receiver goes on"
         if receiver.state is ReceiverState.FAILED and sender.state in (
             SenderState.ACTIVE,

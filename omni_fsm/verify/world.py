@@ -1,8 +1,9 @@
 """The world of one edge: real halves, a wire, and an adversary who does whatever may be done at any moment."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from omni_fsm.protocol import Cause, Frame, FrameKind, Identity, Outcome
 from omni_fsm.protocol.names import ReceiverEffect, ReceiverEvent, ReceiverState, SenderEffect, SenderEvent, SenderState
@@ -19,6 +20,61 @@ DONE = Cause(Outcome.DONE, "done")
 ALL_FAULTS = frozenset({"put", "raise", "cancel", "kill", "deadline", "get"})
 
 _LEFT = (SenderState.CANCELLED_CURRENT, SenderState.FAILED)
+
+_LEAVES: dict[str, Callable[[SenderHalf], SenderMoved]] = {
+    "cancel": lambda half: half.on_cancelled(CANCELLED),
+    "release": lambda half: half.on_released(CANCELLED),
+    "close": lambda half: half.on_closed(CANCELLED),
+    "host fails": lambda half: half.on_host_failed(FAILED),
+    "upstream fails": lambda half: half.on_upstream_failed(FAILED),
+}
+
+_FRAME = Frame(EDGE, Identity("r", 0), FrameKind.DATA, seq=0)
+_LATE: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "sender": (
+        *_LEAVES.values(),
+        lambda half: half.submit_chunk(0),
+        lambda half: half.submit_chunk(0, segment_end=True),
+        lambda half: half.submit_end(0),
+        lambda half: half.on_task_begun(),
+        lambda half: half.on_produced(None),
+        lambda half: half.on_producer_raised(FAILED),
+        lambda half: half.on_stored(),
+        lambda half: half.on_busy(_FRAME),
+        lambda half: half.on_put_failed(FAILED, _FRAME),
+        lambda half: half.on_given_up(FAILED),
+        lambda half: half.on_receiver_stopped(CANCELLED),
+        lambda half: half.on_peer_lost(FAILED),
+    ),
+    "receiver": (
+        lambda half: half.on_get_begun(),
+        lambda half: half.on_get_failed(FAILED),
+        lambda half: half.on_frame(Frame(EDGE, half.identity, FrameKind.OPEN)),
+        *(
+            partial(lambda ahead, half: half.on_frame(replace(_FRAME, seq=half.next_seq + ahead)), ahead)
+            for ahead in (-1, 0, 1)
+        ),
+        *(
+            partial(
+                lambda cause, half: half.on_frame(replace(_FRAME, kind=FrameKind.END, seq=half.next_seq, cause=cause)),
+                cause,
+            )
+            for cause in (Cause(Outcome.OK), FAILED)
+        ),
+        lambda half: half.on_frame_invalid(FAILED),
+        lambda half: half.on_deadline(FAILED),
+        lambda half: half.on_peer_lost(FAILED),
+        lambda half: half.on_request_failed(FAILED),
+        lambda half: half.on_unclaimed(FAILED),
+        lambda half: half.on_consumed()[1],
+        lambda half: half.on_cancelled(CANCELLED),
+        lambda half: half.on_released(DONE),
+    ),
+}
+"""All that may still come for a half that is over."""
+
+_ENDED_BEFORE = (ReceiverEvent.FAILED_END_ARRIVED, ReceiverEvent.PEER_LOST)
+"""Its sender has ended already."""
 
 _GOES_BACK = (SenderEvent.PUT_RETRIED, SenderEvent.PUT_DEFERRED)
 
@@ -40,14 +96,6 @@ _DEBTS = (
     "a sender that is over leads to a receiver that has left",
 )
 
-_LEAVES: dict[str, Callable[[SenderHalf], SenderMoved]] = {
-    "cancel": lambda half: half.on_cancelled(CANCELLED),
-    "release": lambda half: half.on_released(CANCELLED),
-    "close": lambda half: half.on_closed(CANCELLED),
-    "host fails": lambda half: half.on_host_failed(FAILED),
-    "upstream fails": lambda half: half.on_upstream_failed(FAILED),
-}
-
 
 @dataclass(frozen=True)
 class Scope:
@@ -65,6 +113,7 @@ class Scope:
         half: The class of the sending half, or a faulty one.
         bugs: Names of faults of the runtime around the halves; see `omni_fsm.verify.faults`.
         cells: Filled with the cells of both tables that were used: rows and ignores.
+        over: Filled with the halves that are over and were asked what comes late.
     """
 
     generations: int = 1
@@ -76,6 +125,7 @@ class Scope:
     half: type[SenderHalf] = SenderHalf
     bugs: frozenset[str] = frozenset()
     cells: set[CellName] = field(default_factory=set)
+    over: set[Hashable] = field(default_factory=set)
 
     def world(self) -> "EdgeWorld":
         """The world at its beginning."""
@@ -165,7 +215,7 @@ class EdgeWorld:
             yield self._act(RUNNER, at, "submit too late", self._submit_late, fair=False)
         if half.state is SenderState.FAILED and not half.release_noted:
             yield self._act(RUNNER, at, "release the failed", partial(self._leave, "release"), fair=True)
-        elif "cancel" in scope.faults:
+        if "cancel" in scope.faults:
             for name in _LEAVES:
                 yield self._act(RUNNER, at, name, partial(self._leave, name), fair=False)
 
@@ -402,11 +452,7 @@ class EdgeWorld:
 
     def _sender_moved(self, at: int, life: Life, moved: SenderMoved) -> None:
         self.scope.cells.add(("sender", moved.before, moved.event))
-        if moved.before in _LEFT and moved.after not in (moved.before, SenderState.FINALIZED):
-            raise Violation("a life that has left leaves again, for another cause")
-        half = life.sender
-        if half is not None and half.in_flight is not None and (half.is_final or moved.event in _GOES_BACK):
-            raise Violation("a task that is over, or waits, is still in flight")
+        self._check_moved(life.sender, moved)
         for effect in moved.effects:
             if effect is SenderEffect.RELEASE:
                 if life.released:
@@ -420,6 +466,14 @@ class EdgeWorld:
             if self.receiver_alive and not life.ends_put and not life.marker_lost:
                 raise Violation("finalized without an end, and nobody was told")
             self.stops -= {at}
+
+    def _check_moved(self, half: SenderHalf | None, moved: SenderMoved) -> None:
+        if moved.before in _LEFT and moved.after not in (moved.before, SenderState.FINALIZED):
+            raise Violation("a life that has left leaves again, for another cause")
+        if half is not None and half.in_flight is not None and (half.is_final or moved.event in _GOES_BACK):
+            raise Violation("a task that is over, or waits, is still in flight")
+        if half is not None and half.is_final:
+            self._check_over("sender", half)
 
     # What happens: the receiving process
 
@@ -492,11 +546,31 @@ class EdgeWorld:
 
     def _receiver_moved(self, at: int, life: Life, moved: ReceiverMoved) -> None:
         self.scope.cells.add(("receiver", moved.before, moved.event))
+        left = moved.before is ReceiverState.ACTIVE and moved.after not in (
+            ReceiverState.ACTIVE,
+            ReceiverState.TERMINAL_PENDING,
+        )
+        if left and moved.event not in _ENDED_BEFORE and ReceiverEffect.STOP_SENDER not in moved.effects:
+            raise Violation("a receiver leaves, and its sender is not stopped")
         if ReceiverEffect.STOP_SENDER in moved.effects and life.sender is not None and not life.sender.is_final:
             self.stops |= {at}
         half = life.receiver
         if half is not None and half.is_final and half.staged:
             raise Violation("a frame is published after the cleanup")
+        if half is not None and half.is_final:
+            self._check_over("receiver", half)
+
+    def _check_over(self, machine: str, half: SenderHalf | ReceiverHalf) -> None:
+        """Whatever comes late changes nothing; asked once for each kind of half that is over."""
+        kind = (machine, half.key())
+        if kind in self.scope.over:
+            return
+        self.scope.over.add(kind)
+        for late in _LATE[machine]:
+            moved = late(half.copy())
+            self.scope.cells.add((machine, moved.before, moved.event))
+            if not moved.ignored:
+                raise Violation(f"{moved.event} changes a {machine} that is over")
 
     # Deaths
 
