@@ -40,6 +40,9 @@ def demo(  # noqa: PLR0913 - each is a flag
     mode: Annotated[
         str, typer.Option(help="chunks, or full: the talker sends all its frames as one payload, with the end.")
     ] = "chunks",
+    segments: Annotated[
+        int | None, typer.Option(help="1 to 3: ask so many of the questions in one request, as its turns.")
+    ] = None,
     external_id: Annotated[str | None, typer.Option("--id", help="External id of request 0: any text.")] = None,
 ) -> None:
     """Answer three questions aloud with three models in three processes, and check the sound byte by byte."""
@@ -57,6 +60,7 @@ def demo(  # noqa: PLR0913 - each is a flag
             reuse=reuse_id,
             external_id=external_id,
             mode=mode,
+            segments=segments,
         )
         report = _with_progress(console, order)
     except OmniFsmError as error:
@@ -110,9 +114,11 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
         )
     console.print(table)
     for request in report["requests"][-_ROWS:]:
-        if request["text"].strip():
-            console.print(f"{_cut(request['id'])}: {request['text'].strip()}", markup=False, highlight=False)
-    compared = [request["pcm_identical"] for request in report["requests"] if request["pcm_identical"] is not None]
+        for text in [answer["text"].strip() for answer in _answers(request)]:
+            if text:
+                console.print(f"{_cut(request['id'])}: {text}", markup=False, highlight=False)
+    same = [answer["pcm_identical"] for request in report["requests"] for answer in _answers(request)]
+    compared = [is_same for is_same in same if is_same is not None]
     console.print(f"byte for byte as in one process: {sum(compared)} of {len(compared)} answers", highlight=False)
     for name, residue in report["residue"].items():
         total = "killed" if residue is None else sum(residue.values())
@@ -120,6 +126,12 @@ def _show(console: Console, report: dict[str, Any], wrong: list[str]) -> None:
     console.print(f"shared memory left: {report['shared_memory_left']}", highlight=False)
     for line in wrong:
         console.print(f"not as asked: {line}", style="red", markup=False, highlight=False)
+
+
+def _answers(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a request: one, or those of its segments."""
+    answers: list[dict[str, Any]] = request.get("segments", [request])
+    return answers
 
 
 def _cut(text: str, chars: int = 60) -> str:

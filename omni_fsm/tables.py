@@ -91,10 +91,18 @@ def check_spec(text: str, machine: str = "?") -> Spec:
         spec = msgspec.convert(tomllib.loads(text), Spec)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise SpecError(machine, str(error)) from None
-    rows = list(resolved_rows(spec))
+    check_rows(spec, list(resolved_rows(spec)))
+    return spec
+
+
+def check_rows(spec: Spec, rows: list[Row]) -> None:
+    """Check a machine of these cells.
+
+    Raises:
+        SpecError: It is not sound; names the machine and the fault.
+    """
     _check_uses(spec, rows)
     _check_walks(spec, spec_machine(spec, rows))
-    return spec
 
 
 def _members(spec: Spec, kind: str, name: str) -> list[str]:
@@ -165,6 +173,8 @@ def _check_uses(spec: Spec, rows: list[Row]) -> None:
     for row in rows:
         if row.state in spec.final and row.next != row.state:
             raise SpecError(spec.machine, f"event {row.event} leaves the final state {row.state}")
+        if row.state in spec.final and not row.ignored:
+            raise SpecError(spec.machine, f"event {row.event} has a row in the final state {row.state}")
 
 
 def _check_groups(spec: Spec) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import wave
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,10 @@ def test_a_hundred_cancelled_lives_of_one_id_leave_nothing_to_the_next(tmp_path:
         (("--raise", "talker:9"), "--raise: 'talker:9' cannot be used"),
         (("--kill", "front"), "--kill: 'front' cannot be used"),
         (("--kill", "thinker", "--cancel", "1"), "one fault a run"),
+        (("--segments", "0"), "--segments: 0 cannot be used"),
+        (("--segments", "4"), "--segments: 4 cannot be used; accepted: a number of questions from 1 to 3"),
+        (("--segments", "2", "--kill", "thinker"), "--segments without a fault"),
+        (("--segments", "3", "--mode", "full"), "--mode: 'full' cannot be used; accepted: chunks, with --segments"),
     ],
 )
 def test_a_flag_that_cannot_be_used_is_refused_by_name(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
@@ -127,3 +133,23 @@ def test_a_flag_that_cannot_be_used_is_refused_by_name(tmp_path: Path, flags: tu
 def test_a_full_payload_between_two_stages_gives_the_same_sound(tmp_path: Path) -> None:
     report = run_demo("--mode", "full", out=tmp_path)
     assert the_others(report) == [OK, OK, OK]
+
+
+def test_three_turns_of_one_request_sound_as_three_requests_do(tmp_path: Path) -> None:
+    """Of the last producer the count of turns goes on, the vocoder does not: what of it was left would be heard."""
+    report = run_demo("--segments", "3", "--id", "one/request", out=tmp_path)
+    (request,) = report["requests"]
+    assert (request["id"], request["outcome"], request["pcm_identical"]) == ("one/request", *OK)
+    assert request["stages"] == {"thinker": "ok", "talker": "ok", "code2wav": "ok"}
+    segments = request["segments"]
+    assert [(segment["number"], segment["turn"], segment["pcm_identical"]) for segment in segments] == [
+        (0, 1, True),
+        (1, 2, True),
+        (2, 3, True),
+    ]
+    assert len({segment["question"] for segment in segments}) == 3
+    assert all(segment["text"].endswith(".") for segment in segments)
+    assert request["bytes"] == sum(segment["bytes"] for segment in segments)
+    for place, segment in enumerate(segments):
+        with wave.open(str(tmp_path / f"{place}.wav"), "rb") as sound:
+            assert sha256(sound.readframes(sound.getnframes())).hexdigest() == segment["pcm_sha256"]

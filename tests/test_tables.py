@@ -181,6 +181,10 @@ FAULTS = {
         after(ROW, '["gone", "passed", "shut", []],'),
         "event passed leaves the final state gone",
     ),
+    "row in a final state": (
+        after(ROW, '["gone", "passed", "gone", []],'),
+        "event passed has a row in the final state gone",
+    ),
     # ignores and form
     "ignore without a reason": (after(IGNORE, '["passed", ["shut"], ""],'), "ignore of passed: says no reason"),
     "ignore with a blank reason": (after(IGNORE, '["passed", ["shut"], "  "],'), "ignore of passed: says no reason"),

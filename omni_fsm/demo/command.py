@@ -20,6 +20,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
     reuse: bool,
     external_id: str | None,
     mode: str,
+    segments: int | None,
 ) -> Order:
     """Read the flags.
 
@@ -51,4 +52,23 @@ def order_of(  # noqa: PLR0913 - one for each flag
     asked = [flag for flag, value in flags.items() if value is not None] + ["--reuse-id"] * reuse
     if len(asked) > 1:
         raise ConfigError("flags", ", ".join(asked), "one fault a run")
-    return Order(out, questions, faults, reuse, REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS, mode)
+    if segments is not None:
+        _check_segments(segments, len(questions), asked, mode)
+    return Order(
+        out,
+        questions[:segments],
+        faults,
+        reuse,
+        REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS,
+        mode,
+        segments=segments is not None,
+    )
+
+
+def _check_segments(segments: int, questions: int, asked: list[str], mode: str) -> None:
+    if not 1 <= segments <= questions:
+        raise ConfigError("--segments", segments, f"a number of questions from 1 to {questions}")
+    if asked:
+        raise ConfigError("flags", ", ".join(["--segments", *asked]), "--segments without a fault")
+    if mode != "chunks":
+        raise ConfigError("--mode", mode, "chunks, with --segments: a full payload is one for the whole request")

@@ -21,32 +21,62 @@ BETWEEN_S = 0.6
 
 
 @dataclass(slots=True)
+class Segment:
+    """One question of a request, and what has come in answer to it.
+
+    Attributes:
+        question: The question.
+        text: What the thinker said, as far as its sound has come.
+        sounds: PCM pieces, int16 mono 24 kHz, as bytes.
+        turn: Which turn of the request this is, as the last stage counts them from 1; 0 before its first chunk.
+        number: Of the segment that brought it, once that has ended; None before, and where only the request's end ends it.
+    """
+
+    question: str
+    text: str = ""
+    sounds: list[bytes] = field(default_factory=list)
+    turn: int = 0
+    number: int | None = None
+
+    @property
+    def pcm(self) -> bytes:
+        """All its sound so far."""
+        return b"".join(self.sounds)
+
+
+@dataclass(slots=True)
 class Answer:
     """One life of one request, as the front sees it.
 
     Attributes:
-        index: Its place among the questions, from 0.
-        question: The question.
+        index: Its place among the requests, from 0.
         internal_id: The front's name of it.
         identity: External id and generation.
         begun_s: CLOCK_MONOTONIC in seconds when it was submitted.
-        text: What the thinker said, as far as its sound has come.
-        sounds: PCM pieces, int16 mono 24 kHz, as bytes.
+        segments: Its questions so far, with their answers: one, but for a request of several turns.
         first_audio_s: Seconds from submission to the first sound; None before.
         cause: How it ended; None while it is open.
         cancel_after: How many pieces of sound it gets before the front cancels it; None: all.
     """
 
     index: int
-    question: str
     internal_id: str
     identity: Identity
     begun_s: float
-    text: str = ""
-    sounds: list[bytes] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     first_audio_s: float | None = None
     cause: Cause | None = None
     cancel_after: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All that the thinker said so far."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def sounds(self) -> list[bytes]:
+        """The pieces of its sound so far."""
+        return [sound for segment in self.segments for sound in segment.sounds]
 
     @property
     def pcm(self) -> bytes:
@@ -81,21 +111,38 @@ class Front:
 
     def submit(self, index: int, question: str, external_id: str, max_new_tokens: int) -> Answer:
         """Begin a request: the prompt is one chunk and its end, which goes out when every stage knows the request."""
+        answer = self.open(index, external_id)
+        self.ask(answer, question, max_new_tokens)
+        self.adapter.end(answer.internal_id)
+        self.progress(answer)
+        return answer
+
+    def open(self, index: int, external_id: str) -> Answer:
+        """Begin a request that asks nothing yet."""
         internal_id, identity = self.adapter.open(external_id)
-        answer = Answer(index, question, internal_id, identity, time.monotonic())
+        answer = Answer(index, internal_id, identity, time.monotonic())
         answer.cancel_after = CANCEL_AFTER_SOUNDS if self.faults.cancel == index else None
         self.answers[internal_id] = answer
+        return answer
+
+    def ask(self, answer: Answer, question: str, max_new_tokens: int, *, segment_end: bool = False) -> None:
+        """Submit a question as one chunk.
+
+        Args:
+            answer: Its request, which is open.
+            question: The question.
+            max_new_tokens: Bound of its answer.
+            segment_end: Whether the request is asked more later: its answer then comes as one segment.
+        """
+        answer.segments.append(Segment(question))
         prompt = {
-            "index": index,
+            "index": answer.index,
             "question": question,
             "max_new_tokens": max_new_tokens,
             "seed": seed_of(question),
-            "generation": identity.generation,
+            "generation": answer.identity.generation,
         }
-        self.adapter.submit_chunk(internal_id, prompt)
-        self.adapter.end(internal_id)
-        self.progress(answer)
-        return answer
+        self.adapter.submit_chunk(answer.internal_id, prompt, segment_end=segment_end)
 
     def cancel(self, answer: Answer, reason: str) -> None:
         """Cancel a request at the front."""
@@ -122,6 +169,8 @@ class Front:
                 return
             if taken.payload is not None:
                 self._hear(answer, taken.payload)
+            if taken.segment_end:
+                answer.segments[-1].number = taken.segment
             if taken.kind is TakenKind.END and taken.cause is not None:
                 self._close(answer, taken.cause)
             elif len(answer.sounds) == answer.cancel_after:
@@ -129,11 +178,13 @@ class Front:
 
     def _hear(self, answer: Answer, payload: dict[str, Any]) -> None:
         self.foreign_frames += payload["generation"] != answer.identity.generation
-        answer.text += payload["text"]
+        segment = answer.segments[-1]
+        segment.text += payload["text"]
+        segment.turn = payload["turn"]
         if len(payload["pcm"]):
             if answer.first_audio_s is None:
                 answer.first_audio_s = time.monotonic() - answer.begun_s
-            answer.sounds.append(payload["pcm"].tobytes())
+            segment.sounds.append(payload["pcm"].tobytes())
         self.progress(answer)
 
     def _close(self, answer: Answer, cause: Cause) -> None:
@@ -151,6 +202,19 @@ def serve_all(front: Front, questions: list[tuple[str, str]], max_new_tokens: in
     ]
     front.serve(lambda: any(answer.cause is None for answer in answers))
     return answers
+
+
+def converse(front: Front, questions: list[str], external_id: str, max_new_tokens: int) -> Answer:
+    """Ask all questions in one request, each when the answer to the one before has come back whole; then end the request."""
+    answer = front.open(0, external_id)
+    for question in questions:
+        front.ask(answer, question, max_new_tokens, segment_end=True)
+        front.serve(lambda: answer.cause is None and answer.segments[-1].number is None)
+        if answer.cause is not None:
+            return answer
+    front.adapter.end(answer.internal_id)
+    front.serve(lambda: answer.cause is None)
+    return answer
 
 
 def reuse_one_id(front: Front, question: str, external_id: str, lives: int, max_new_tokens: int) -> list[Answer]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_fsm.demo.faults import Faults
-from omni_fsm.demo.front import Answer, Front, reuse_one_id, serve_all
+from omni_fsm.demo.front import Answer, Front, Segment, converse, reuse_one_id, serve_all
 from omni_fsm.demo.models import package_dir, pin_threads
 from omni_fsm.demo.models_convert import thinker_dir
 from omni_fsm.demo.pipeline import Pipeline, load_pipeline
@@ -39,6 +39,7 @@ class Order:
         reuse: Whether to live a hundred lives of the first question's id instead.
         max_new_tokens: Bound of an answer, in tokens.
         mode: ``chunks``, or ``full``: the talker sends one payload.
+        segments: Whether all questions go through one request, the first one's, each as a segment.
     """
 
     out: Path
@@ -47,6 +48,7 @@ class Order:
     reuse: bool = False
     max_new_tokens: int = MAX_NEW_TOKENS
     mode: str = "chunks"
+    segments: bool = False
 
 
 def default_questions(external_id: str | None = None) -> list[tuple[str, str]]:
@@ -107,6 +109,9 @@ def _serve(order: Order, front: Front, processes: dict[str, StageProcess]) -> li
     if order.reuse:
         question, external_id = order.questions[0]
         return reuse_one_id(front, question, external_id, REUSED_LIVES, order.max_new_tokens)
+    if order.segments:
+        questions, (external_id, *_) = zip(*order.questions, strict=True)
+        return [converse(front, list(questions), external_id, order.max_new_tokens)]
     if order.faults.kill is not None:
         return _serve_and_kill(order, front, processes[order.faults.kill])
     return serve_all(front, order.questions, order.max_new_tokens)
@@ -146,7 +151,9 @@ def _reports(front: Front, processes: dict[str, StageProcess]) -> dict[str, dict
 
 def _references(order: Order, answers: list[Answer]) -> dict[str, bytes]:
     """PCM of every question that was answered, from one process that runs one request after the other."""
-    questions = {answer.question for answer in answers if _outcome(answer) == Outcome.OK}
+    questions = {
+        segment.question for answer in answers if _outcome(answer) == Outcome.OK for segment in answer.segments
+    }
     if not questions:
         return {}
     thinker, acoustic_net = Thinker(), AcousticNet()
@@ -171,11 +178,14 @@ def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
 ) -> dict[str, Any]:
     order.out.mkdir(parents=True, exist_ok=True)
     names = [pipeline.front, *pipeline.stages]
+    for place, segment in enumerate(segment for answer in answers for segment in answer.segments):
+        write_wav(order.out / f"{place}.wav", segment.pcm)
     requests = []
-    for place, answer in enumerate(answers):
-        write_wav(order.out / f"{place}.wav", answer.pcm)
+    for answer in answers:
         lives = _lives(answer, reports)
         requests.append(_request_report(answer, lives, references, names))
+        if order.segments:
+            requests[-1]["segments"] = [_segment_report(answer, segment, references) for segment in answer.segments]
         if killed_ns is not None:
             requests[-1] |= _kill_report(lives, lives.get(pipeline.front), killed_ns)
     return {
@@ -211,7 +221,6 @@ def _kill_report(lives: dict[str, dict[str, Any]], front: dict[str, Any] | None,
 def _request_report(
     answer: Answer, lives: dict[str, dict[str, Any]], references: dict[str, bytes], names: list[str]
 ) -> dict[str, Any]:
-    is_ok = _outcome(answer) == Outcome.OK
     return {
         "id": answer.identity.external_id,
         "generation": answer.identity.generation,
@@ -223,12 +232,32 @@ def _request_report(
         "audio_s": audio_s(answer.pcm),
         "first_audio_s": answer.first_audio_s,
         "pcm_sha256": pcm_sha256(answer.pcm),
-        "pcm_identical": answer.pcm == references[answer.question] if is_ok else None,
+        "pcm_identical": _is_identical(answer, answer.segments, references),
         "terminal_latency_ms": _terminal_latency_ms(answer, lives.get(names[0])),
         "stages": {name: lives[name]["outcome"] for name in names[1:] if name in lives},
         "stopped_after_ms": _stopped_after_ms(lives.get(names[1])),
         "late_forwards": sum(life["late_forwards"] for life in lives.values()),
     }
+
+
+def _segment_report(answer: Answer, segment: Segment, references: dict[str, bytes]) -> dict[str, Any]:
+    return {
+        "number": segment.number,
+        "turn": segment.turn,
+        "question": segment.question,
+        "text": segment.text,
+        "bytes": len(segment.pcm),
+        "audio_s": audio_s(segment.pcm),
+        "pcm_sha256": pcm_sha256(segment.pcm),
+        "pcm_identical": _is_identical(answer, [segment], references),
+    }
+
+
+def _is_identical(answer: Answer, segments: list[Segment], references: dict[str, bytes]) -> bool | None:
+    """Whether segments of an answer sound as in one process; None where it did not end well."""
+    if _outcome(answer) != Outcome.OK:
+        return None
+    return all(segment.pcm == references[segment.question] for segment in segments)
 
 
 def _terminal_latency_ms(answer: Answer, front: dict[str, Any] | None) -> float | None:
@@ -275,12 +304,21 @@ def as_asked(order: Order, report: dict[str, Any]) -> list[str]:
             wrong.append(f"request {place}: {request['reason']}, {request['after_kill_ms']} ms after the kill")
         if request["pcm_identical"] is False:
             wrong.append(f"request {place} sounds different from the one-process run")
+        if order.segments:
+            wrong += _wrong_segments(request, len(order.questions))
     for name, residue in report["residue"].items():
         if residue is not None and any(residue.values()):
             wrong.append(f"{name} still holds { ({table: n for table, n in residue.items() if n}) }")
     if report["shared_memory_left"] or report["foreign_frames"]:
         wrong.append(f"{report['shared_memory_left']} shared memory left, {report['foreign_frames']} foreign frames")
     return wrong
+
+
+def _wrong_segments(request: dict[str, Any], questions: int) -> list[str]:
+    """What is wrong with the numbers of a request's segments: from 0 at the front, from 1 as the last producer counts turns."""
+    came = [(segment["number"], segment["turn"]) for segment in request["segments"]]
+    expected = [(number, number + 1) for number in range(questions)]
+    return [f"segments and turns came as {came}, not {expected}"] if came != expected else []
 
 
 def _expected(order: Order, place: int, request: dict[str, Any], total: int) -> tuple[str, ...]:

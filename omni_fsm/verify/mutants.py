@@ -7,9 +7,10 @@ from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+from omni_fsm.protocol.errors import SpecError
 from omni_fsm.protocol.table import Cell, Table
 from omni_fsm.runtime import intake
-from omni_fsm.tables import receiver_table, sender_table
+from omni_fsm.tables import Row, Spec, check_rows, receiver_spec, receiver_table, sender_spec, sender_table
 from omni_fsm.verify.ends import CellName
 from omni_fsm.verify.explore import explore
 from omni_fsm.verify.pipeline import EVERY_WRONG, PipelineScope, line, ring
@@ -53,6 +54,7 @@ class Mutant:
         return Table(table.machine, table.initial, table.final, cells)
 
 
+SPECS: dict[str, Callable[[], Spec]] = {"sender": sender_spec, "receiver": receiver_spec}
 TABLES: dict[str, Callable[[], AnyTable]] = {"sender": sender_table, "receiver": receiver_table}
 
 
@@ -105,6 +107,8 @@ SCOPES: tuple[Callable[[], AnyScope], ...] = (
         for stages, eager in ((line(window_frames=1), False), (_TWO, True))
         for wrong in sorted(EVERY_WRONG)
     ),
+    partial(PipelineScope, line(chunks=2), wrongs=frozenset({"lose"}), budget=1),
+    partial(PipelineScope, ring("front", "thinker", chunks=2), wrongs=frozenset({"lose"}), budget=1, eager=True),
     partial(PipelineScope, line(chunks=2, segments=True), wrongs=frozenset({"cancel", "raise", "refuse"}), budget=1),
     partial(Scope, chunks=2, faults=frozenset({"put", "raise"})),
     partial(Scope, faults=ALL_FAULTS | {"segment"}),
@@ -140,6 +144,9 @@ def sound(number: int) -> Sound:
 
 def notice(mutant: Mutant) -> Seen:
     """Explore, in one scope after the other, until something notices the mutant."""
+    refusal = _refusal(mutant)
+    if refusal:
+        return Seen(mutant.name, refusal)
     cell = (mutant.machine, mutant.state, mutant.event)
     for number in range(len(SCOPES)):
         if cell in sound(number).cells:
@@ -147,6 +154,19 @@ def notice(mutant: Mutant) -> Seen:
             if problem:
                 return Seen(mutant.name, problem, number)
     return Seen(mutant.name, "")
+
+
+def _refusal(mutant: Mutant) -> str:
+    """Why the loader of the specs would not take the mutant; empty when it would."""
+    rows = [
+        Row(str(state), str(event), str(cell.next), tuple(map(str, (*cell.bookkeeping, *cell.effects))), cell.ignored)
+        for (state, event), cell in mutant.table().cells.items()
+    ]
+    try:
+        check_rows(SPECS[mutant.machine](), rows)
+    except SpecError as error:
+        return f"refused at start: {error}"
+    return ""
 
 
 def _problem(mutant: Mutant, number: int) -> str:
@@ -174,4 +194,61 @@ def _rows() -> frozenset[CellName]:
     return frozenset(all_rows())
 
 
-SURVIVORS: dict[str, str] = {}
+_HARMLESS: dict[str, tuple[str, ...]] = {
+    "tell_receiver tells the host too and records the failure, once, whichever of both comes first": (
+        "sender: producer_raised in active: without record_failure",
+        "sender: data_given_up in active: without record_failure",
+        "sender: host_failed in active: without record_failure",
+        "sender: peer_lost in active: without record_failure",
+        "sender: producer_raised in terminal_pending: without record_failure",
+        "sender: end_producer_raised in terminal_pending: without record_failure",
+        "sender: data_given_up in terminal_pending: without record_failure",
+        "sender: ok_end_given_up in terminal_pending: without record_failure",
+        "sender: host_failed in terminal_pending: without record_failure",
+        "sender: peer_lost in terminal_pending: without record_failure",
+    ),
+    "the stage's receiver has recorded the failure: once a request": (
+        "sender: upstream_failed in active: without record_failure",
+        "sender: upstream_failed in terminal_pending: without record_failure",
+    ),
+    "the host's fail ends the stage's receiver itself": (
+        "sender: host_failed in active: without tell_receiver",
+        "sender: host_failed in terminal_pending: without tell_receiver",
+    ),
+    "no frame with a seq can follow: all that this life still sends is an end without one": (
+        "sender: data_given_up in active: without advance_seq",
+        "sender: data_given_up in terminal_pending: without advance_seq",
+        "sender: ok_end_given_up in terminal_pending: without advance_seq",
+        "sender: put_abandoned in cancelled_current: without advance_seq",
+        "sender: data_given_up in cancelled_current: without advance_seq",
+        "sender: data_put in failed: without advance_seq",
+        "sender: segment_end_put in failed: without advance_seq",
+        "sender: put_abandoned in failed: without advance_seq",
+        "sender: data_given_up in failed: without advance_seq",
+        "sender: ok_end_given_up in failed: without advance_seq",
+    ),
+    "no chunk can follow in a failed life: its segment does not matter any more": (
+        "sender: segment_end_put in failed: without next_segment",
+        "sender: segment_end_put in failed: without reset_segment",
+    ),
+    "the worlds' wires, as our connectors, drop a dead peer's frames themselves; it is said for connectors that store": (
+        "sender: peer_lost in active: without reclaim_unread",
+        "sender: peer_lost in terminal_pending: without reclaim_unread",
+        "sender: peer_lost in cancelled_current: without reclaim_unread",
+        "sender: peer_lost in failed: without reclaim_unread",
+    ),
+    "our senders give an opening no body, so it is never fetched; another's connector may let one through": (
+        "receiver: open_arrived in active: without end_get",
+        "receiver: open_repeated in active: without end_get",
+    ),
+    "an opening that comes again to the same process had its credit with the first": (
+        "receiver: open_repeated in active: row made an ignore",
+        "receiver: open_repeated in active: without grant_credit",
+    ),
+    "a failed receiver is let go in one way, whether or not a get is under way": (
+        "receiver: get_given_up in active: without end_get",
+    ),
+}
+
+SURVIVORS: dict[str, str] = {name: reason for reason, names in _HARMLESS.items() for name in names}
+"""Mutants that no exploration notices, each with the reason why it is harmless."""

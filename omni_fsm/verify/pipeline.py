@@ -33,7 +33,7 @@ class PipelineScope:
         lives: How many lives of one external id may be opened, the next at any moment.
         wrongs: What the adversary may do: ``cancel``, ``fail``, ``release`` (a host lets go early), ``raise`` (a producer),
             ``refuse`` (a put), ``load`` (a body that cannot be decoded or fetched), ``kill``, ``deadline`` (too early),
-            ``shutdown``.
+            ``shutdown``; and ``lose`` (a frame vanishes, and a later one of its stream comes), which no edge of ours does.
         budget: How many of these in one path.
         hiccups: How many puts in one path may be busy, fail for now, or be stored though they report failure.
         meanwhile: Whether a host may leave, or an edge be lost, while a producer, its factory or a put is under way.
@@ -212,6 +212,9 @@ class PipelineWorld:
             yield from self._meanwhiles(at, "put: stored", "put", leaves)
         if "load" in wrongs:
             yield from self._bad_loads(at)
+        if "lose" in wrongs and self._has_two_in_order(at):
+            lose = partial(self._lost, self._before(at))
+            yield Action(Step(f"{name}: a frame to it is lost", name, name), lose, fair=False)
         if "shutdown" in wrongs:
             yield self._act(at, "shut down", ("shutdown", local.live), fair=False, wrong="shutdown")
         if "kill" in wrongs:
@@ -230,6 +233,11 @@ class PipelineWorld:
             for load, reason in _LOAD_REASONS.items():
                 words = f"get {_frame_words(frames[0])}: {load}"
                 yield self._act(at, words, ("get", frames[0], load, None), fair=False, wrong=reason)
+
+    def _has_two_in_order(self, at: int) -> bool:
+        """Whether a frame with a seq is under way, and the next one of its stream behind it."""
+        frames = self.edges.frames[self._before(at)] if self.stages[at].role.source else ()
+        return len(frames) > 1 and frames[0].frame.uses_credit and frames[1].frame.uses_credit
 
     # What happens
 
@@ -295,6 +303,12 @@ class PipelineWorld:
                 raise Violation(
                     f"{where} is told that request {name} ended with {reason!r}; what went wrong is: {went}"
                 )
+
+    def _lost(self, sender: int) -> "PipelineWorld":
+        twin = self._copy()
+        twin.edges = _without_frame(self.edges, sender)
+        twin.wrongs = (*self.wrongs, "frame_ahead")
+        return twin
 
     def _killed(self, at: int) -> "PipelineWorld":
         twin = self._copy()

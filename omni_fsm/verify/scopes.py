@@ -70,7 +70,6 @@ SCOPES = (
 )
 
 UNREACHABLE: dict[CellName, str] = {
-    ("receiver", "active", "frame_ahead"): "the wire is ordered and loses nothing",
     ("receiver", "cancelled_current", "failed_end_arrived"): "only a frame with a body is fetched",
     ("receiver", "cancelled_current", "frame_ahead"): "the wire is ordered and loses nothing",
     ("receiver", "cancelled_current", "open_arrived"): "only a frame with a body is fetched",

@@ -342,6 +342,9 @@ class EdgeWorld:
         half = life.own_sender()
         before = half.state
         world._sender_moved(at, life, _LEAVES[name](half))
+        lets_go = before is SenderState.FAILED and name in ("cancel", "release", "close")
+        if lets_go and not (half.is_final or half.release_noted):
+            raise Violation("a failed life was let go, and does not remember it")
         flushes = before is SenderState.TERMINAL_PENDING and name in ("release", "close")
         if half.state is before and before not in _LEFT and not flushes:
             raise Violation("a life that was left goes on")
