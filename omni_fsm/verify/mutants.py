@@ -107,6 +107,7 @@ SCOPES: tuple[Callable[[], AnyScope], ...] = (
         for stages, eager in ((line(window_frames=1), False), (_TWO, True))
         for wrong in sorted(EVERY_WRONG)
     ),
+    partial(PipelineScope, ring("front", "thinker", answer="later"), eager=True),
     partial(PipelineScope, line(chunks=2), wrongs=frozenset({"lose"}), budget=1),
     partial(PipelineScope, ring("front", "thinker", chunks=2), wrongs=frozenset({"lose"}), budget=1, eager=True),
     partial(PipelineScope, line(chunks=2, segments=True), wrongs=frozenset({"cancel", "raise", "refuse"}), budget=1),
@@ -245,8 +246,28 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "receiver: open_repeated in active: row made an ignore",
         "receiver: open_repeated in active: without grant_credit",
     ),
+    "no frame is looked at after the end": ("receiver: ok_end_arrived in active: without advance_seq",),
+    "whoever cancels the receiver ends the stage's sender as well": (
+        "receiver: cancelled in active: without tell_sender",
+        "receiver: cancelled_in_get in active: without tell_sender",
+        "receiver: cancelled in terminal_pending: without tell_sender",
+    ),
+    "its sender has put all that it had: its credit does not matter any more": (
+        "receiver: consumed in terminal_pending: without grant_credit",
+    ),
+    "nothing is staged then": (
+        "receiver: deadline_passed in active: without drop_staged",
+        "receiver: unclaimed in active: without drop_staged",
+    ),
+    "whoever fails the request has told the host before": (
+        "receiver: request_failed in active: without record_failure",
+    ),
+    "its sender was stopped when its frames were dropped": ("receiver: unclaimed in active: without stop_sender",),
     "a failed receiver is let go in one way, whether or not a get is under way": (
         "receiver: get_given_up in active: without end_get",
+        "receiver: failed_end_arrived in active: without end_get",
+        "receiver: frame_ahead in active: without end_get",
+        "receiver: frame_invalid in active: without end_get",
     ),
 }
 

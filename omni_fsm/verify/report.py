@@ -14,7 +14,7 @@ from omni_fsm.verify.ends import CellName
 from omni_fsm.verify.explore import Found
 from omni_fsm.verify.faults import FAULTS, Fault
 from omni_fsm.verify.mutants import Seen, all_mutants, notice
-from omni_fsm.verify.scopes import LIMIT, SCOPES, UNREACHABLE, Named, all_rows, explore_named
+from omni_fsm.verify.scopes import LIMIT, SCOPES, Named, all_rows, explore_named
 
 PROCESSES = 2
 
@@ -56,9 +56,9 @@ def explore_all(*, deep: bool) -> Iterator[Explored]:
 
 
 def missing_rows(explored: list[Explored]) -> list[CellName]:
-    """Rows that no scope reached although nothing says that they cannot be."""
+    """Rows that no scope reached."""
     reached = {row for each in explored for row in each.rows}
-    return [row for row in all_rows() if row not in reached and row not in UNREACHABLE]
+    return [row for row in all_rows() if row not in reached]
 
 
 def chosen_faults(name: str) -> tuple[Fault, ...]:

@@ -30,8 +30,39 @@ _LEAVES: dict[str, Callable[[SenderHalf], SenderMoved]] = {
 }
 
 _FRAME = Frame(EDGE, Identity("r", 0), FrameKind.DATA, seq=0)
-_LATE: dict[str, tuple[Callable[[Any], Any], ...]] = {
-    "sender": (
+Late = Callable[[Any], Any]
+
+
+def _ahead(half: ReceiverHalf, seqs: int, cause: Cause | None = None) -> ReceiverMoved:
+    """A chunk, or an end, so many seqs ahead of what comes next."""
+    kind = FrameKind.DATA if cause is None else FrameKind.END
+    return half.on_frame(replace(_FRAME, kind=kind, seq=half.next_seq + seqs, cause=cause))
+
+
+def _open_unknown(half: ReceiverHalf) -> ReceiverMoved:
+    """An opening, for a half that has not had one: its first was lost."""
+    half.opened = False
+    return half.on_frame(Frame(EDGE, half.identity, FrameKind.OPEN))
+
+
+_LATE_FRAMES: tuple[Late, ...] = (
+    _open_unknown,
+    lambda half: half.on_frame(Frame(EDGE, half.identity, FrameKind.OPEN)),
+    lambda half: _ahead(half, -1),
+    lambda half: _ahead(half, 0),
+    lambda half: _ahead(half, 1),
+    lambda half: _ahead(half, 0, Cause(Outcome.OK)),
+    lambda half: _ahead(half, 0, FAILED),
+    lambda half: half.on_frame_invalid(FAILED),
+)
+_RETURNS: tuple[Late, ...] = (*_LATE_FRAMES, lambda half: half.on_get_failed(FAILED))
+_LATE_NOTICES: tuple[Late, ...] = (
+    lambda half: half.on_deadline(FAILED),
+    lambda half: half.on_peer_lost(FAILED),
+    lambda half: half.on_request_failed(FAILED),
+)
+_LATE: dict[tuple[str, str], tuple[Late, ...]] = {
+    ("sender", SenderState.FINALIZED): (
         *_LEAVES.values(),
         lambda half: half.submit_chunk(0),
         lambda half: half.submit_chunk(0, segment_end=True),
@@ -46,32 +77,21 @@ _LATE: dict[str, tuple[Callable[[Any], Any], ...]] = {
         lambda half: half.on_receiver_stopped(CANCELLED),
         lambda half: half.on_peer_lost(FAILED),
     ),
-    "receiver": (
+    ("receiver", ReceiverState.TERMINAL_PENDING): (*_LATE_FRAMES, *_LATE_NOTICES),
+    ("receiver", ReceiverState.CANCELLED_CURRENT): _LATE_NOTICES,
+    ("receiver", ReceiverState.FAILED): (*_LATE_FRAMES, *_LATE_NOTICES),
+    ("receiver", ReceiverState.FINALIZED): (
+        *_LATE_FRAMES,
+        *_LATE_NOTICES,
         lambda half: half.on_get_begun(),
         lambda half: half.on_get_failed(FAILED),
-        lambda half: half.on_frame(Frame(EDGE, half.identity, FrameKind.OPEN)),
-        *(
-            partial(lambda ahead, half: half.on_frame(replace(_FRAME, seq=half.next_seq + ahead)), ahead)
-            for ahead in (-1, 0, 1)
-        ),
-        *(
-            partial(
-                lambda cause, half: half.on_frame(replace(_FRAME, kind=FrameKind.END, seq=half.next_seq, cause=cause)),
-                cause,
-            )
-            for cause in (Cause(Outcome.OK), FAILED)
-        ),
-        lambda half: half.on_frame_invalid(FAILED),
-        lambda half: half.on_deadline(FAILED),
-        lambda half: half.on_peer_lost(FAILED),
-        lambda half: half.on_request_failed(FAILED),
         lambda half: half.on_unclaimed(FAILED),
         lambda half: half.on_consumed()[1],
         lambda half: half.on_cancelled(CANCELLED),
         lambda half: half.on_released(DONE),
     ),
 }
-"""All that may still come for a half that is over."""
+"""What comes late in these states: it changes nothing, whatever it is."""
 
 _ENDED_BEFORE = (ReceiverEvent.FAILED_END_ARRIVED, ReceiverEvent.PEER_LOST)
 """Its sender has ended already."""
@@ -113,7 +133,7 @@ class Scope:
         half: The class of the sending half, or a faulty one.
         bugs: Names of faults of the runtime around the halves; see `omni_fsm.verify.faults`.
         cells: Filled with the cells of both tables that were used: rows and ignores.
-        over: Filled with the halves that are over and were asked what comes late.
+        asked: Filled with the values of halves that were asked what comes late.
     """
 
     generations: int = 1
@@ -125,7 +145,7 @@ class Scope:
     half: type[SenderHalf] = SenderHalf
     bugs: frozenset[str] = frozenset()
     cells: set[CellName] = field(default_factory=set)
-    over: set[Hashable] = field(default_factory=set)
+    asked: set[Hashable] = field(default_factory=set)
 
     def world(self) -> "EdgeWorld":
         """The world at its beginning."""
@@ -475,8 +495,8 @@ class EdgeWorld:
             raise Violation("a life that has left leaves again, for another cause")
         if half is not None and half.in_flight is not None and (half.is_final or moved.event in _GOES_BACK):
             raise Violation("a task that is over, or waits, is still in flight")
-        if half is not None and half.is_final:
-            self._check_over("sender", half)
+        if half is not None:
+            self._check_late("sender", half)
 
     # What happens: the receiving process
 
@@ -532,12 +552,18 @@ class EdgeWorld:
 
     @staticmethod
     def _consume(world: "EdgeWorld", at: int, life: Life) -> None:
-        world._receiver_moved(at, life, life.own_receiver().on_consumed()[1])
+        half = life.own_receiver()
+        moved = half.on_consumed()[1]
+        world._receiver_moved(at, life, moved)
+        if moved.event is ReceiverEvent.END_CONSUMED and not half.is_final:
+            raise Violation("the end was consumed, and the stream goes on")
 
     @staticmethod
     def _receiver_leaves(cause: Cause, world: "EdgeWorld", at: int, life: Life) -> None:
         half = life.own_receiver()
         world._receiver_moved(at, life, half.on_released(cause) if cause is DONE else half.on_cancelled(cause))
+        if half.state not in (ReceiverState.FINALIZED, ReceiverState.CANCELLED_CURRENT):
+            raise Violation("a receiver that was left goes on")
 
     @staticmethod
     def _sender_lost(world: "EdgeWorld", at: int, life: Life) -> None:
@@ -560,20 +586,35 @@ class EdgeWorld:
         half = life.receiver
         if half is not None and half.is_final and half.staged:
             raise Violation("a frame is published after the cleanup")
-        if half is not None and half.is_final:
-            self._check_over("receiver", half)
+        over = moved.after is ReceiverState.FINALIZED and moved.before is not moved.after
+        if over and ReceiverEffect.RETIRE not in moved.effects:
+            raise Violation("a registration ends, and leaves no tombstone")
+        if half is not None:
+            self._check_late("receiver", half)
 
-    def _check_over(self, machine: str, half: SenderHalf | ReceiverHalf) -> None:
-        """Whatever comes late changes nothing; asked once for each kind of half that is over."""
-        kind = (machine, half.key())
-        if kind in self.scope.over:
+    def _check_late(self, machine: str, half: SenderHalf | ReceiverHalf) -> None:
+        """What comes late changes nothing; asked once for each value of a half."""
+        late = _LATE.get((machine, half.state), ())
+        kind = (machine, half.key()) if late else None
+        if kind is None or kind in self.scope.asked:
             return
-        self.scope.over.add(kind)
-        for late in _LATE[machine]:
-            moved = late(half.copy())
+        self.scope.asked.add(kind)
+        if half.state is ReceiverState.CANCELLED_CURRENT:
+            self._check_returns(half)
+        for happening in late:
+            moved = happening(half.copy())
             self.scope.cells.add((machine, moved.before, moved.event))
             if not moved.ignored:
-                raise Violation(f"{moved.event} changes a {machine} that is over")
+                raise Violation(f"{moved.event} comes late, in {moved.before}, and changes the {machine}")
+
+    def _check_returns(self, half: Any) -> None:
+        """A get that returns after the receiver left ends it, whatever it brings."""
+        for happening in _RETURNS:
+            left = half.copy()
+            moved = happening(left)
+            self.scope.cells.add(("receiver", moved.before, moved.event))
+            if not left.is_final or left.getting or left.staged or ReceiverEffect.RETIRE not in moved.effects:
+                raise Violation(f"{moved.event} does not end a receiver that has left")
 
     # Deaths
 
