@@ -71,7 +71,7 @@ class Half(ABC, Generic[State, Event, Bookkeeping, Effect]):
 
     def _move(self, event: Event) -> Moved[State, Event, Effect]:
         before = self.state
-        cell = step(self.table, before, event, self.stream)
+        cell = step(self.table, before, event, self)
         self.state = cell.next
         for task in cell.bookkeeping:
             self._DO[task](self)
@@ -92,9 +92,14 @@ class Half(ABC, Generic[State, Event, Bookkeeping, Effect]):
     def key(self) -> Hashable:
         """The value of this half: all that decides how it behaves from here on."""
 
-    @abstractmethod
     def copy(self) -> Self:
         """An independent half of the same value."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __str__(self) -> str:
+        return self.stream
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Half) and type(self) is type(other) and self.key() == other.key()

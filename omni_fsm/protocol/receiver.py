@@ -86,8 +86,7 @@ class ReceiverHalf(Half[ReceiverState, ReceiverEvent, ReceiverBookkeeping, Recei
 
     def copy(self) -> Self:
         """See `Half.copy`."""
-        twin = type(self)(self.table, self.edge, self.identity, self.retries)
-        twin.__dict__.update(self.__dict__)
+        twin = super().copy()
         twin.staged = self.staged.copy()
         return twin
 

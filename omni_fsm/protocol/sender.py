@@ -121,8 +121,7 @@ class SenderHalf(Half[SenderState, SenderEvent, SenderBookkeeping, SenderEffect]
 
     def copy(self) -> Self:
         """See `Half.copy`."""
-        twin = type(self)(self.table, self.edge, self.identity, self.retries)
-        twin.__dict__.update(self.__dict__)
+        twin = super().copy()
         twin.queue = self.queue.copy()
         return twin
 

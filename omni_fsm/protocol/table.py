@@ -52,7 +52,7 @@ class Table(Generic[State, Event, Bookkeeping, Effect]):
 
 
 def step(
-    table: Table[State, Event, Bookkeeping, Effect], state: State, event: Event, stream: str = "-"
+    table: Table[State, Event, Bookkeeping, Effect], state: State, event: Event, stream: object = "-"
 ) -> Cell[State, Bookkeeping, Effect]:
     """Look up what ``event`` does in ``state``. Pure: the caller stores ``cell.next``, and nobody else does.
 
@@ -60,7 +60,7 @@ def step(
         table: The machine.
         state: The state before.
         event: What happened, already classified.
-        stream: Edge and identity, for the error only.
+        stream: Edge and identity, for the error only: nothing is made of it before.
 
     Returns:
         The cell, whose ``ignored`` says why if nothing happens.
@@ -71,6 +71,6 @@ def step(
     cell = table.cells.get((state, event))
     if cell is None:
         raise LocalProtocolError(
-            machine=table.machine, stream=stream, event=event, state=state, accepted=table.accepted(state)
+            machine=table.machine, stream=str(stream), event=event, state=state, accepted=table.accepted(state)
         )
     return cell

@@ -1,5 +1,6 @@
 """A breadth-first explorer: every state of a small world, each action in each state, properties at every step."""
 
+import gc
 from array import array
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -40,8 +41,7 @@ class Step(NamedTuple):
     target: str
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """Something that can happen.
 
     Attributes:
@@ -85,7 +85,14 @@ def explore(start: World, limit: int = 1_000_000) -> Found:
     something, one that does not owe it is reached by fair actions. Eventually: from every state a settled one is, so nothing
     waits for ever once no more goes wrong. (Sometimes, that every row is reached, is checked over several explorations.)
     """
-    return _Search(start).run(limit)
+    try:
+        return _Search(start).run(limit)
+    finally:
+        gc.unfreeze()
+
+
+_FREEZE_EVERY = 4096
+"""So many states: the collector then leaves alone what is known for good, a quarter of the time otherwise."""
 
 
 class _Search:
@@ -112,6 +119,8 @@ class _Search:
                 if problem:
                     return self._broken(problem, [*self._path(at), action.step])
             at += 1
+            if not at % _FREEZE_EVERY:
+                gc.freeze()
             if len(self.seen) > limit:
                 self.found.states = len(self.seen)
                 return self.found

@@ -49,23 +49,8 @@ class Life:
         end_given_up: Whether an end was given up: another may follow it.
         marker_lost: Whether that was reported.
         released: Whether the state was released.
+        number: Of its value, once somebody asked; see `number_in`.
     """
-
-    __slots__ = (
-        "accepted",
-        "end_given_up",
-        "ended",
-        "ends_put",
-        "got",
-        "held",
-        "identity",
-        "marker_lost",
-        "produced",
-        "put",
-        "receiver",
-        "released",
-        "sender",
-    )
 
     def __init__(self, sender: SenderHalf) -> None:
         self.identity: Identity = sender.identity
@@ -74,12 +59,13 @@ class Life:
         self.accepted = self.produced = self.held = self.put = self.got = 0
         self.ends_put = 0
         self.ended = self.end_given_up = self.marker_lost = self.released = False
+        self.number: int | None = None
 
     def copy(self) -> "Life":
         """A life of the same value that shares its halves."""
         twin = Life.__new__(Life)
-        for name in Life.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update(self.__dict__)
+        twin.number = None
         return twin
 
     def own_sender(self) -> SenderHalf:
@@ -104,6 +90,12 @@ class Life:
         if self.sender is not None and not self.sender.is_final:
             return 0 if self.ends_put or self.marker_lost else _OWES.get(self.sender.state, 0)
         return 8 if self.receiver is not None else 0
+
+    def number_in(self, known: dict[Hashable, int]) -> int:
+        """Stands for its `key`: worlds share the lives that do not change, and so work it out once."""
+        if self.number is None:
+            self.number = known.setdefault(self.key(), len(known))
+        return self.number
 
     def key(self) -> Hashable:
         """Its value, without what can no longer decide how it goes on: the past of a half that is over."""

@@ -134,6 +134,7 @@ class Scope:
         bugs: Names of faults of the runtime around the halves; see `omni_fsm.verify.faults`.
         cells: Filled with the cells of both tables that were used: rows and ignores.
         asked: Filled with the values of halves that were asked what comes late.
+        lives: Filled with the values of lives, each with its number.
     """
 
     generations: int = 1
@@ -146,6 +147,7 @@ class Scope:
     bugs: frozenset[str] = frozenset()
     cells: set[CellName] = field(default_factory=set)
     asked: set[Hashable] = field(default_factory=set)
+    lives: dict[Hashable, int] = field(default_factory=dict)
 
     def world(self) -> "EdgeWorld":
         """The world at its beginning."""
@@ -154,8 +156,6 @@ class Scope:
 
 class EdgeWorld:
     """Lives of one external id on one edge, in any interleaving."""
-
-    __slots__ = ("lives", "receiver_alive", "scope", "sender_alive", "stops", "wire")
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -166,10 +166,10 @@ class EdgeWorld:
 
     def key(self) -> Hashable:
         """See `omni_fsm.verify.World`."""
-        wire = tuple((at, frame.kind, frame.seq, frame.cause and frame.cause.outcome) for at, frame in self.wire)
+        known = self.scope.lives
         return (
-            tuple(life.key() for life in self.lives),
-            wire,
+            tuple([life.number_in(known) for life in self.lives]),
+            tuple([(at, frame.kind, frame.seq, frame.cause and frame.cause.outcome) for at, frame in self.wire]),
             self.stops,
             self.sender_alive,
             self.receiver_alive,
@@ -316,8 +316,7 @@ class EdgeWorld:
 
     def _copy(self) -> "EdgeWorld":
         twin = EdgeWorld.__new__(EdgeWorld)
-        for name in EdgeWorld.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update(self.__dict__)
         return twin
 
     def _owns(self, at: int) -> bool:
