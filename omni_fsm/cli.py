@@ -33,7 +33,10 @@ def demo(  # noqa: PLR0913 - each is a flag
     raise_at: Annotated[
         str | None, typer.Option("--raise", help="STAGE:INDEX: its producer raises on the request's fifth chunk.")
     ] = None,
-    kill: Annotated[str | None, typer.Option(help="Kill the process of this stage (kill -9) in mid-stream.")] = None,
+    kill: Annotated[
+        str | None,
+        typer.Option(help="Kill the process of this stage, or of a rank such as code2wav.1 (kill -9), in mid-stream."),
+    ] = None,
     reuse_id: Annotated[
         bool, typer.Option("--reuse-id", help="Live a hundred cancelled lives of one id, and one more.")
     ] = False,
@@ -43,6 +46,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     segments: Annotated[
         int | None, typer.Option(help="1 to 3: ask so many of the questions in one request, as its turns.")
     ] = None,
+    tp: Annotated[int, typer.Option(help="Run code2wav as so many ranks, each in a process, over gloo.")] = 1,
     external_id: Annotated[str | None, typer.Option("--id", help="External id of request 0: any text.")] = None,
 ) -> None:
     """Answer three questions aloud with three models in three processes, and check the sound byte by byte."""
@@ -61,6 +65,7 @@ def demo(  # noqa: PLR0913 - each is a flag
             external_id=external_id,
             mode=mode,
             segments=segments,
+            tp=tp,
         )
         report = _with_progress(console, order)
     except OmniFsmError as error:

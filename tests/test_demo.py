@@ -116,6 +116,8 @@ def test_a_hundred_cancelled_lives_of_one_id_leave_nothing_to_the_next(tmp_path:
         (("--raise", "talker:9"), "--raise: 'talker:9' cannot be used"),
         (("--kill", "front"), "--kill: 'front' cannot be used"),
         (("--kill", "thinker", "--cancel", "1"), "one fault a run"),
+        (("--kill", "code2wav.2", "--tp", "2"), "accepted: a process: thinker, talker, code2wav, code2wav.1"),
+        (("--tp", "0"), "--tp: 0 cannot be used; accepted: a number of ranks from 1 to 4"),
         (("--segments", "0"), "--segments: 0 cannot be used"),
         (("--segments", "4"), "--segments: 4 cannot be used; accepted: a number of questions from 1 to 3"),
         (("--segments", "2", "--kill", "thinker"), "--segments without a fault"),
@@ -133,6 +135,28 @@ def test_a_flag_that_cannot_be_used_is_refused_by_name(tmp_path: Path, flags: tu
 def test_a_full_payload_between_two_stages_gives_the_same_sound(tmp_path: Path) -> None:
     report = run_demo("--mode", "full", out=tmp_path)
     assert the_others(report) == [OK, OK, OK]
+
+
+def test_two_ranks_consume_the_same_frames_and_make_one_sound(tmp_path: Path) -> None:
+    report = run_demo("--tp", "2", out=tmp_path)
+    assert the_others(report) == [OK, OK, OK]
+    leading, following = report["ranks"]["code2wav"], report["ranks"]["code2wav.1"]
+    assert leading == following
+    assert leading["samples"] * 2 == sum(request["bytes"] for request in report["requests"])
+
+
+def test_a_killed_follower_ends_every_open_request_also_one_that_comes_later(tmp_path: Path) -> None:
+    report = run_demo("--tp", "2", "--kill", "code2wav.1", out=tmp_path)
+    assert report["residue"]["code2wav.1"] is None
+    open_at_kill = [request for request in report["requests"] if request["thinker_open_at_kill"]]
+    assert report["requests"][2] in open_at_kill  # submitted just before the kill
+    for request in report["requests"]:
+        if request in open_at_kill:
+            assert request["outcome"] == "error"
+            assert request["reason"].startswith("rank_lost: ")
+            assert 0 <= request["after_kill_ms"] < 2_000
+        else:
+            assert (request["outcome"], request["pcm_identical"]) == OK
 
 
 def test_three_turns_of_one_request_sound_as_three_requests_do(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_a_lost_rank_fails_every_request_on_every_rank_and_towards_both_neighbou
         rank.release(A)
         assert {name for name, count in rank.residue().items() if count} <= {"tombstones", "timers"}
     ranks.stage.come(opening(Identity("late", 1)))
-    assert str(ranks.stage.source.stopped[-1][1]) == "cancelled(shutdown)"  # nobody is left to drive it
+    assert ranks.stage.source.stopped[-1][1] == ranks.leader.lost  # nobody is left to drive it
     assert ranks.stage.rest() == {}
 
 

@@ -15,6 +15,7 @@ from scripted import (
     opening,
 )
 
+from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.runtime import Later, Offer, Refuse, Register
 
@@ -50,6 +51,19 @@ def test_an_offer_that_comes_after_the_shutdown_began_is_cancelled() -> None:
     stage.runtime.begin_shutdown()
     stage.come(opening())
     assert stage.source.stopped == [(R1, cancelled("shutdown"))]
+    assert stage.rest() == {}
+
+
+def test_what_a_shutdown_is_for_ends_every_request_and_each_that_comes_later() -> None:
+    stage = middle(answer=lambda identity: Register(str(identity)))
+    stage.come(opening(), data(0, "c0"))
+    lost = Cause(Outcome.ERROR, "the device is gone")
+    stage.runtime.begin_shutdown(lost)
+    stage.runtime.begin_shutdown()  # the first holds
+    stage.come(opening(NEW))
+    stage.run()
+    assert stage.source.stopped == [(R1, lost), (NEW, lost)]
+    assert stage.wire(R1)[-1] == "end error(the device is gone)"
     assert stage.rest() == {}
 
 

@@ -387,7 +387,7 @@ class RankedStage:
         if self._runtime is not None:
             for internal_id in (*known, *self._runtime.collect_feedback().registered):
                 self._runtime.fail(internal_id, cause.reason)
-            self._runtime.begin_shutdown()  # nobody would drive what comes now
+            self._runtime.begin_shutdown(cause)  # nobody would drive what comes now
             self._runtime.collect_feedback()
         for table in (self._registering, self._ended, self._behind, self._ready, self._said):
             table.clear()

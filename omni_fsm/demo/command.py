@@ -9,6 +9,8 @@ from omni_fsm.demo.run import REUSED_MAX_NEW_TOKENS, Order, default_questions
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.identity import Identity
 
+MAX_RANKS = 4
+
 
 def order_of(  # noqa: PLR0913 - one for each flag
     *,
@@ -21,6 +23,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
     external_id: str | None,
     mode: str,
     segments: int | None,
+    tp: int,
 ) -> Order:
     """Read the flags.
 
@@ -35,8 +38,11 @@ def order_of(  # noqa: PLR0913 - one for each flag
         raise ConfigError("--mode", mode, " or ".join(MODES))
     if cancel is not None and not 0 <= cancel < len(questions):
         raise ConfigError("--cancel", cancel, f"an index from 0 to {len(questions) - 1}")
-    if kill is not None and kill not in stages:
-        raise ConfigError("--kill", kill, f"a stage: {', '.join(stages)}")
+    if not 1 <= tp <= MAX_RANKS:
+        raise ConfigError("--tp", tp, f"a number of ranks from 1 to {MAX_RANKS}")
+    processes = [*stages, *(f"{stages[-1]}.{rank}" for rank in range(1, tp))]
+    if kill is not None and kill not in processes:
+        raise ConfigError("--kill", kill, f"a process: {', '.join(processes)}")
     faults = Faults(
         cancel=cancel,
         cancel_at=parse_at("--cancel-at", cancel_at, stages, len(questions)),
@@ -62,6 +68,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
         REUSED_MAX_NEW_TOKENS if reuse else MAX_NEW_TOKENS,
         mode,
         segments=segments is not None,
+        ranks=tp,
     )
 
 

@@ -46,15 +46,19 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             stage: The stage, or the front.
             directory: Where the edges' sockets are; mode 0700.
         """
-        at = self.ring.index(stage)
-        before, after = self.ring[at - 1 if at else -2], self.ring[at + 1]
+        output_edge = Edge(stage, self.ring[self.ring.index(stage) + 1])
         return Ends(
-            source=shm_receiver(self._hello(before, stage), directory),
-            sink=shm_sender(self._hello(stage, after), directory),
+            source=shm_receiver(self._hello(self.input_edge(stage)), directory),
+            sink=shm_sender(self._hello(output_edge), directory),
         )
 
-    def _hello(self, sender: str, receiver: str) -> Hello:
-        return Hello(Edge(sender, receiver), mode=FULL_PAYLOAD if sender in self.whole else CHUNKS)
+    def input_edge(self, stage: str) -> Edge:
+        """The edge by which a stage, or the front, gets its input."""
+        at = self.ring.index(stage)
+        return Edge(self.ring[at - 1 if at else -2], stage)
+
+    def _hello(self, edge: Edge) -> Hello:
+        return Hello(edge, mode=FULL_PAYLOAD if edge.from_stage in self.whole else CHUNKS)
 
 
 MODES = {"chunks": [], "full": ["talker"]}

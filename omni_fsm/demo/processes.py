@@ -4,6 +4,7 @@ import contextlib
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from omni_fsm.demo.faults import Faults
-from omni_fsm.demo.stage_process import Command, Plan
+from omni_fsm.demo.stage_process import Command, Plan, RankPlan
 from omni_fsm.protocol.errors import OmniFsmError
 
 START_S = 120.0
@@ -31,7 +32,7 @@ class StageProcess:
     """One stage's process. Started as a program of its own: nothing is inherited but the standard streams."""
 
     def __init__(self, plan: Plan) -> None:
-        self.stage = plan.stage
+        self.name = plan.name
         self.killed_ns: int | None = None
         command = [sys.executable, "-m", "omni_fsm.demo.stage_process"]
         self._process = subprocess.Popen(  # noqa: S603 - our own program
@@ -45,7 +46,7 @@ class StageProcess:
                 self._process.stdin.write(message.decode() + "\n")
                 self._process.stdin.flush()
             except BrokenPipeError:
-                raise StageDiedError(self.stage, self._process.wait()) from None
+                raise StageDiedError(self.name, self._process.wait()) from None
 
     def answer(self, within_s: float) -> dict[str, Any]:
         """The next thing it says.
@@ -58,7 +59,7 @@ class StageProcess:
         line = output.readline() if output is not None and heard else ""
         if not line:
             self._process.kill()
-            raise StageDiedError(self.stage, self._process.wait())
+            raise StageDiedError(self.name, self._process.wait())
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
@@ -71,11 +72,15 @@ class StageProcess:
         self._process.kill()
         self.killed_ns = time.monotonic_ns()
 
-    def close(self) -> None:
-        """Let it exit, and make sure of it. Idempotent."""
+    def dismiss(self) -> None:
+        """Let it exit. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):  # it is gone already
                 self._process.stdin.close()  # the end of its input tells it to exit
+
+    def close(self) -> None:
+        """Let it exit, and make sure of it. Idempotent."""
+        self.dismiss()
         try:
             self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -86,15 +91,40 @@ class StageProcess:
 
 
 @contextlib.contextmanager
-def stage_processes(stages: list[str], directory: Path, faults: Faults, mode: str) -> Iterator[dict[str, StageProcess]]:
-    """Start every stage; all have loaded their models when this yields, and all have exited when it is left."""
+def stage_processes(
+    stages: list[str], directory: Path, faults: Faults, mode: str, ranks: int
+) -> Iterator[dict[str, StageProcess]]:
+    """Start every stage; all have loaded their models when this yields, and all have exited when it is left.
+
+    Args:
+        stages: Their names.
+        directory: Where the edges' sockets are; mode 0700.
+        faults: What they break.
+        mode: See `load_pipeline`.
+        ranks: Of the last stage, each in a process of its own.
+
+    Yields:
+        The processes by name; a rank that follows has the stage's with its number.
+    """
+    plans = [Plan(stage, str(directory), faults, mode) for stage in stages]
+    with tempfile.TemporaryDirectory(prefix="omni-fsm-ranks-") as meeting:
+        if ranks > 1:
+            last = plans.pop()
+            file = str(Path(meeting, "ranks"))
+            plans += [msgspec.structs.replace(last, rank=RankPlan(rank, ranks, file)) for rank in range(ranks)]
+        yield from _started(plans)
+
+
+def _started(plans: list[Plan]) -> Iterator[dict[str, StageProcess]]:
     processes: dict[str, StageProcess] = {}
     try:
-        for stage in stages:
-            processes[stage] = StageProcess(Plan(stage, str(directory), faults, mode))
+        for plan in plans:
+            processes[plan.name] = StageProcess(plan)
         for process in processes.values():
             process.answer(START_S)
         yield processes
     finally:
+        for process in processes.values():
+            process.dismiss()  # all at once: the ranks of a stage do not take each other's leave for a loss
         for process in processes.values():
             process.close()

@@ -24,6 +24,7 @@ from omni_fsm.protocol.frames import Outcome
 
 REPORT_S = 60.0
 KILL_MS = 2_000.0
+_PEER_LOST, _RANK_LOST = "peer_lost", "rank_lost"
 REUSED_LIVES = 100
 REUSED_MAX_NEW_TOKENS = 12
 
@@ -40,6 +41,7 @@ class Order:
         max_new_tokens: Bound of an answer, in tokens.
         mode: ``chunks``, or ``full``: the talker sends one payload.
         segments: Whether all questions go through one request, the first one's, each as a segment.
+        ranks: How many ranks the last stage has.
     """
 
     out: Path
@@ -49,6 +51,7 @@ class Order:
     max_new_tokens: int = MAX_NEW_TOKENS
     mode: str = "chunks"
     segments: bool = False
+    ranks: int = 1
 
 
 def default_questions(external_id: str | None = None) -> list[tuple[str, str]]:
@@ -89,11 +92,12 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
     pipeline = load_pipeline(order.mode)
     before = _shared_memory()
     with private_directory() as directory:
-        says("loading three models in three processes")
+        says(f"loading three models in {len(pipeline.stages) + order.ranks - 1} processes")
         front = Front(
             pipeline.config(pipeline.front), pipeline.connectors(pipeline.front, directory), order.faults, progress
         )
-        with front.adapter, stage_processes(pipeline.stages, directory, order.faults, order.mode) as processes:
+        stages = stage_processes(pipeline.stages, directory, order.faults, order.mode, order.ranks)
+        with front.adapter, stages as processes:
             says("answering")
             answers = _serve(order, front, processes)
             says("waiting until every table is empty")
@@ -190,7 +194,8 @@ def _report(  # noqa: PLR0913, PLR0917 - all that a run has found out
             requests[-1] |= _kill_report(lives, lives.get(pipeline.front), killed_ns)
     return {
         "requests": requests,
-        "residue": {name: (report["residue"] if (report := reports[name]) else None) for name in names},
+        "residue": {name: report["residue"] if report else None for name, report in reports.items()},
+        "ranks": {name: report["consumed"] for name, report in reports.items() if report and "consumed" in report},
         "foreign_frames": sum(report["foreign_frames"] for report in reports.values() if report),
         "shared_memory_left": left,
     }
@@ -210,7 +215,9 @@ def _lives(answer: Answer, reports: dict[str, dict[str, Any] | None]) -> dict[st
 
 def _kill_report(lives: dict[str, dict[str, Any]], front: dict[str, Any] | None, killed_ns: int) -> dict[str, Any]:
     """What a kill did to one request."""
-    is_open = any(life["sender_lost"] or life["receiver_lost"] for life in lives.values())
+    is_open = any(
+        life["sender_lost"] or life["receiver_lost"] or life["reason"].startswith(_RANK_LOST) for life in lives.values()
+    )
     ended_ns = front["arrived_ns"] if front is not None and is_open else 0
     return {
         "thinker_open_at_kill": is_open,
@@ -298,9 +305,8 @@ def as_asked(order: Order, report: dict[str, Any]) -> list[str]:
             wrong.append(
                 f"request {place} ended {request['outcome']} ({request['reason']}), not {' or '.join(expected)}"
             )
-        if request.get("thinker_open_at_kill") and (
-            request["reason"] != "peer_lost" or request["after_kill_ms"] > KILL_MS
-        ):
+        lost = request["reason"] == _PEER_LOST or request["reason"].startswith(_RANK_LOST)
+        if request.get("thinker_open_at_kill") and (not lost or request["after_kill_ms"] > KILL_MS):
             wrong.append(f"request {place}: {request['reason']}, {request['after_kill_ms']} ms after the kill")
         if request["pcm_identical"] is False:
             wrong.append(f"request {place} sounds different from the one-process run")
@@ -309,6 +315,8 @@ def as_asked(order: Order, report: dict[str, Any]) -> list[str]:
     for name, residue in report["residue"].items():
         if residue is not None and any(residue.values()):
             wrong.append(f"{name} still holds { ({table: n for table, n in residue.items() if n}) }")
+    if order.faults.kill is None and len({each["sha256"] for each in report["ranks"].values()}) > 1:
+        wrong.append(f"the ranks have not consumed the same: {report['ranks']}")
     if report["shared_memory_left"] or report["foreign_frames"]:
         wrong.append(f"{report['shared_memory_left']} shared memory left, {report['foreign_frames']} foreign frames")
     return wrong

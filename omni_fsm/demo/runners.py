@@ -82,6 +82,14 @@ class StageRunner(ABC):
             if (turn := self.turn) is not None:
                 self.contained(self.step, turn)
 
+    def residue(self) -> dict[str, int]:
+        """What the stage holds, by table."""
+        return self.adapter.residue()
+
+    def report(self) -> dict[str, Any]:
+        """What this stage alone has to tell at the end."""
+        return {}
+
     def contained(self, work: Callable[[str], None], internal_id: str) -> None:
         """Work for a request: a raise ends it, up and down the pipeline, in the form that the runtime gives a producer's."""
         try:

@@ -86,7 +86,7 @@ class StageCore:
         self.losses = 0  # how often the output edge lost its peer: tells a put that it happened meanwhile
         whole = source is not None and source.hello().mode == FULL_PAYLOAD
         self.input_wait_s = (config.full_payload_wait_s if whole else config.input_wait_s) or 0.0
-        self.closing = ""  # why new work is refused, once it is
+        self.closing: Cause | None = None  # why new work is refused, once it is
 
     def turn(self) -> Turn:
         """Enter the lock: ``with core.turn() as turn``."""

@@ -12,12 +12,12 @@ class Ending:
         self._core = core
         self._inbox = inbox
 
-    def begin_shutdown(self) -> None:
-        """Refuse new work and end every request with ``cancelled``, reason ``shutdown``. The ends still have to flush."""
+    def begin_shutdown(self, cause: Cause | None = None) -> None:
+        """See `StageRuntime.begin_shutdown`."""
         core = self._core
-        cause = Cause(Outcome.CANCELLED, "shutdown", core.clock.now_ns())
         with core.turn() as turn:
-            core.closing = core.closing or "shutdown"
+            cause = core.closing or cause or Cause(Outcome.CANCELLED, "shutdown", core.clock.now_ns())
+            core.closing = cause
             for identity in list(core.tables.unclaimed):
                 self._inbox.drop_unclaimed(turn, identity, cause)
             for request in core.tables.snapshot():
@@ -39,7 +39,7 @@ class Ending:
             Outcome.ERROR, f"stage {self._core.config.stage}: {type(error).__name__}: {error}", core.clock.now_ns()
         )
         with core.turn() as turn:
-            core.closing = cause.reason
+            core.closing = cause
             core.reports.crash(cause, error)
             for request in core.tables.snapshot():
                 half = request.sender or request.receiver

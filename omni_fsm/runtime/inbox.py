@@ -223,12 +223,7 @@ class Inbox:
         with self.core.turn() as turn:
             if admission.accepted:
                 return
-            if self.core.closing:
-                self.drop_unclaimed(
-                    turn, identity, Cause(Outcome.CANCELLED, admission.reason, self.core.clock.now_ns())
-                )
-            else:
-                self.drop_unclaimed(turn, identity, self._cause(admission.reason))
+            self.drop_unclaimed(turn, identity, self.core.closing or self._cause(admission.reason))
 
     # The peer
 

@@ -50,7 +50,7 @@ class Intake:
             return f"{identity} has ended here: {ended}"
         if len(tables.by_internal) >= limit:
             return f"{limit} requests are registered, no more are taken"
-        return self._core.closing
+        return self._core.closing.reason if self._core.closing is not None else ""
 
     def _check_free(self, internal_id: str, identity: Identity) -> None:
         tables = self._core.tables

@@ -156,8 +156,8 @@ class StageRuntime:
             request, half = self._sender(internal_id)
             if request is None or half is None:
                 return _UNKNOWN
-            if core.closing:
-                return Admission(accepted=False, reason=core.closing)
+            if core.closing is not None:
+                return Admission(accepted=False, reason=core.closing.reason)
             over = core.backlog_bytes > 0 and core.backlog_bytes + nbytes > core.config.backlog_bytes
             if over and half.accepts(SenderEvent.CHUNK_SUBMITTED):
                 return self._over_backlog(turn, request, half)
@@ -432,9 +432,14 @@ class StageRuntime:
             held |= {f"{role}.{name}": count for name, count in health.entries.items()}
         return held
 
-    def begin_shutdown(self) -> None:
-        """Refuse new work and end every request with ``cancelled``, reason ``shutdown``. The ends still have to flush."""
-        self._ending.begin_shutdown()
+    def begin_shutdown(self, cause: Cause | None = None) -> None:
+        """Refuse new work and end every request. The ends still have to flush.
+
+        Args:
+            cause: What every request ends with, and each that is offered later; None: ``cancelled``, reason ``shutdown``.
+                The first call's holds.
+        """
+        self._ending.begin_shutdown(cause)
 
     def abandon(self, grace_s: float) -> None:
         """The grace of a shutdown is over: report each request whose end did not go out."""
