@@ -20,6 +20,10 @@ from transitions import Machine
 
 from omni_fsm.protocol.errors import SpecError
 from omni_fsm.protocol.names import (
+    ConnectorBookkeeping,
+    ConnectorEffect,
+    ConnectorEvent,
+    ConnectorState,
     KvTransferBookkeeping,
     KvTransferEffect,
     KvTransferEvent,
@@ -304,3 +308,15 @@ def kv_spec() -> Spec:
 def kv_table() -> Table[KvTransferState, KvTransferEvent, KvTransferBookkeeping, KvTransferEffect]:
     """The compiled table of a KV transfer."""
     return compile_table(kv_spec(), KvTransferState, KvTransferEvent, KvTransferBookkeeping, KvTransferEffect)
+
+
+@cache
+def connector_spec() -> Spec:
+    """The checked spec of a stage's connectors."""
+    return read_spec(specs_dir() / "connector.toml")
+
+
+@cache
+def connector_table() -> Table[ConnectorState, ConnectorEvent, ConnectorBookkeeping, ConnectorEffect]:
+    """The compiled table of a stage's connectors."""
+    return compile_table(connector_spec(), ConnectorState, ConnectorEvent, ConnectorBookkeeping, ConnectorEffect)

@@ -64,7 +64,7 @@ def main() -> None:
     else:
         hello = Hello(Edge("here", "peer"), spec_digest(), mode)
         adapter = StageRunnerAdapter(config, source=shm_receiver(hello, directory))
-    on_sigterm(adapter.threads, stopping.set)
+    on_sigterm(adapter.lifecycle, stopping.set)
     with adapter:
         say("up")
         if role == "sends":

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from transitions import MachineError
 
 from omni_fsm.protocol.errors import LocalProtocolError
-from omni_fsm.protocol.names import KvTransferEvent, ReceiverEvent, SenderEvent
+from omni_fsm.protocol.names import ConnectorEvent, KvTransferEvent, ReceiverEvent, SenderEvent
 from omni_fsm.protocol.table import Table, step
 from omni_fsm.tables import (
     Spec,
+    connector_spec,
+    connector_table,
     kv_spec,
     kv_table,
     receiver_spec,
@@ -32,8 +34,9 @@ MACHINES = pytest.mark.parametrize(
         (sender_spec(), sender_table(), SenderEvent),
         (receiver_spec(), receiver_table(), ReceiverEvent),
         (kv_spec(), kv_table(), KvTransferEvent),
+        (connector_spec(), connector_table(), ConnectorEvent),
     ],
-    ids=["sender", "receiver", "kv_transfer"],
+    ids=["sender", "receiver", "kv_transfer", "connector"],
 )
 
 

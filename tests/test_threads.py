@@ -215,7 +215,7 @@ def test_a_stage_starts_once_and_never_after_its_shutdown() -> None:
     threads.start()
     assert threads_alive() == names == ["thinker-outbox", "thinker-sink", "thinker-timer"]
     assert threads.shutdown()
-    with pytest.raises(OmniFsmError, match="stage thinker was shut down and cannot start again"):
+    with pytest.raises(OmniFsmError, match="connector thinker: event started refused in state closed"):
         threads.start()
 
 

@@ -15,7 +15,7 @@ from omni_fsm.tables import Row, Spec, read_spec, resolved_rows, specs_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = "Generated from specs/ by `make gen`. Edit the spec, not this file."
-MACHINES = ("sender", "receiver", "kv_transfer")
+MACHINES = ("sender", "receiver", "kv_transfer", "connector")
 
 
 def enum_source(name: str, doc: str, members: dict[str, str]) -> str:

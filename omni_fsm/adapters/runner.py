@@ -13,6 +13,7 @@ from omni_fsm.protocol.identity import Identity
 from omni_fsm.runtime import (
     Admission,
     Feedback,
+    Lifecycle,
     Observer,
     Offer,
     Producer,
@@ -20,6 +21,7 @@ from omni_fsm.runtime import (
     StageConfig,
     StageHost,
     StageRuntime,
+    StageSteps,
     StageThreads,
     Taken,
     passthrough,
@@ -75,6 +77,8 @@ class StageRunnerAdapter:
         producer: Turns what the runner submits into payloads.
         host: The runner's hooks; None accepts every offered request.
         observers: In addition to the logs.
+        synchronous: Whether the ends are borrowed and no thread is started: all work is done in ``collect_feedback``; see
+            `omni_fsm.runtime.StageSteps`.
     """
 
     def __init__(  # noqa: PLR0913 - the ports of a stage
@@ -86,6 +90,7 @@ class StageRunnerAdapter:
         producer: Producer = passthrough,
         host: StageHost | None = None,
         observers: Iterable[Observer] = (),
+        synchronous: bool = False,
     ) -> None:
         self.runtime = StageRuntime(
             config,
@@ -95,7 +100,7 @@ class StageRunnerAdapter:
             host=host or AcceptAll(config.stage),
             observers=(LogObserver(config.stage), *observers),
         )
-        self._threads = StageThreads(self.runtime)
+        self.lifecycle: Lifecycle = (StageSteps if synchronous else StageThreads)(self.runtime)
         self._generations = Generations()
 
     def __enter__(self) -> Self:
@@ -108,21 +113,16 @@ class StageRunnerAdapter:
     # Lifecycle
 
     def start(self) -> None:
-        """Start the stage's threads."""
-        self._threads.start()
+        """Start the stage's threads, if it has any; see `Lifecycle.start`."""
+        self.lifecycle.start()
 
     def shutdown(self, grace_s: float | None = None) -> bool:
-        """End every request with ``cancelled``, reason ``shutdown``; see `StageThreads.shutdown`."""
-        return self._threads.shutdown(grace_s)
+        """End every request with ``cancelled``, reason ``shutdown``; see `Lifecycle.shutdown`."""
+        return self.lifecycle.shutdown(grace_s)
 
     def health(self) -> dict[str, Health]:
         """How the edges are: ``source`` and ``sink``, whichever the stage has; see `omni_fsm.connectors.Health`."""
         return self.runtime.health()
-
-    @property
-    def threads(self) -> StageThreads:
-        """The stage's threads, for `omni_fsm.runtime.on_sigterm`."""
-        return self._threads
 
     def residue(self) -> dict[str, int]:
         """What the stage holds, by table; see `StageRuntime.residue`."""
@@ -182,7 +182,7 @@ class StageRunnerAdapter:
 
     def collect_feedback(self, timeout_s: float = 0.0) -> Feedback:
         """What happened since the last call; see `StageRuntime.collect_feedback`."""
-        return self.runtime.collect_feedback(timeout_s)
+        return self.lifecycle.collect_feedback(timeout_s)
 
     def take(self, internal_id: str) -> Taken:
         """The next frame of the request's input; see `StageRuntime.take`."""

@@ -127,7 +127,7 @@ def main() -> None:
     pin_threads()
     runner = _rank(plan, plan.rank) if plan.rank is not None else _stage(plan)
     if runner.adapter is not None:
-        on_sigterm(runner.adapter.threads, runner.stopping.set)
+        on_sigterm(runner.adapter.lifecycle, runner.stopping.set)
     with runner.adapter or contextlib.nullcontext():
         _say(output, {"ready": True})
         threading.Thread(target=_obey, args=(runner, output), name="commands", daemon=True).start()

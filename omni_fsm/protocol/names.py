@@ -325,3 +325,60 @@ class KvTransferEffect(StrEnum):
     CANCEL_COMPANIONS = "cancel_companions"
     #: tell the engine that nobody needs it; one that was given it stops, and answers by going quiet
     ABORT_ENGINE = "abort_engine"
+
+
+class ConnectorState(StrEnum):
+    """States of the connector."""
+
+    #: the ends of the edges are there; nobody drives them
+    CREATED = "created"
+    #: threads of the stage's own drive them
+    RUNNING = "running"
+    #: they belong to somebody else, and the stage's caller drives them: there is no thread
+    BORROWED = "borrowed"
+    #: no request goes on; the threads put what is owed
+    DRAINING = "draining"
+    #: no request goes on; the caller drives what is owed
+    RETURNING = "returning"
+    #: a step raised: every request has failed and the edges are closed, so the peers know
+    BROKEN = "broken"
+    #: no thread runs; what the stage owned is closed, what it borrowed is the owner's
+    CLOSED = "closed"
+
+
+class ConnectorEvent(StrEnum):
+    """Events of the connector: what happened."""
+
+    #: the stage shall run, with threads
+    STARTED = "started"
+    #: the stage shall run without a thread, on ends that belong to somebody else
+    LENT = "lent"
+    #: the host, or a signal, shuts the stage down
+    SHUTDOWN_BEGUN = "shutdown_begun"
+    #: no request is left
+    FLUSHED = "flushed"
+    #: a request is left, and the time that it had is over
+    GRACE_OVER = "grace_over"
+    #: a step raised what it never should: a bug
+    STEP_RAISED = "step_raised"
+
+
+class ConnectorBookkeeping(StrEnum):
+    """What the connector does to itself."""
+
+
+class ConnectorEffect(StrEnum):
+    """What the runtime does for the connector."""
+
+    #: start the threads: one for each end, outbox, timers, producers
+    START_THREADS = "start_threads"
+    #: refuse new requests, and end each one
+    END_REQUESTS = "end_requests"
+    #: report each end that is not out as lost
+    REPORT_UNSENT = "report_unsent"
+    #: let every thread end, and wait for it a while
+    STOP_THREADS = "stop_threads"
+    #: close the ends of the edges
+    CLOSE_ENDS = "close_ends"
+    #: fail every request with what was raised
+    FAIL_REQUESTS = "fail_requests"

@@ -4,6 +4,7 @@ from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.feedback import Admission, Feedback, Standing, Taken, TakenKind
 from omni_fsm.runtime.kv import BlockHolds, KvDirection, KvJob, KvManager, KvReport, KvTransfers
 from omni_fsm.runtime.kv_blocks import KvBlockReceiver, KvBlockSender, PagedKvCache
+from omni_fsm.runtime.lifecycle import Lifecycle
 from omni_fsm.runtime.ports import (
     Clock,
     Failure,
@@ -21,6 +22,7 @@ from omni_fsm.runtime.ports import (
 )
 from omni_fsm.runtime.ranks import CycleInput, RankEvent, RankEventKind, RankListError, RankLostError
 from omni_fsm.runtime.stage import StageRuntime
+from omni_fsm.runtime.steps import StageSteps
 from omni_fsm.runtime.threads import StageThreads, on_sigterm
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "KvReport",
     "KvTransfers",
     "Later",
+    "Lifecycle",
     "Observer",
     "Offer",
     "PagedKvCache",
@@ -52,6 +55,7 @@ __all__ = [
     "StageConfig",
     "StageHost",
     "StageRuntime",
+    "StageSteps",
     "StageThreads",
     "Standing",
     "Taken",

@@ -30,9 +30,10 @@ class Ending:
     def crash(self, error: BaseException) -> None:
         """A step raised what it never should: the stage cannot be trusted any more and dies loudly.
 
-        Every request fails with the error, new ones are refused, and both edges are closed: the peers learn it like a death.
+        Every request fails with the error, and new ones are refused. The driver then closes both edges: the peers learn it like
+        a death.
 
-        Called by: the thread whose step it was.
+        Called by: the driver whose step it was.
         """
         core = self._core
         cause = Cause(
@@ -49,9 +50,6 @@ class Ending:
                     core.receiver_moved(turn, request, request.receiver.on_cancelled(cause))
                 if request.sender is not None:
                     core.sender_moved(turn, request, request.sender.on_peer_lost(cause))
-            for connector in (core.source, core.sink):
-                if connector is not None:
-                    turn.later(connector.close)
 
     def abandon(self, grace_s: float) -> None:
         """The grace of a shutdown is over: report each request whose end did not go out."""

@@ -107,6 +107,11 @@ class StageRuntime:
         """The producer state of all requests as legacy producers use it, raw, by external id."""
         return self._core.state.raw
 
+    @property
+    def ends(self) -> tuple[Connector, ...]:
+        """The ends of its edges, one or two."""
+        return tuple(end for end in (self.source, self.sink) if end is not None)
+
     def drive(self, wakeups: Wakeups) -> None:
         """Hand over the wake-ups of the threads that repeat the steps. Called once, before the first request."""
         self._core.wakeups = wakeups
@@ -446,7 +451,7 @@ class StageRuntime:
         self._ending.abandon(grace_s)
 
     def crash(self, error: BaseException) -> None:
-        """A step raised what it never should; see `Ending.crash`. Called by: the thread whose step it was."""
+        """A step raised what it never should; see `Ending.crash`. Called by: the driver."""
         self._ending.crash(error)
 
     def health(self) -> dict[str, Health]:

@@ -8,7 +8,9 @@ from functools import partial
 from types import FrameType
 
 from omni_fsm.connectors.port import Connector
-from omni_fsm.protocol.errors import OmniFsmError
+from omni_fsm.protocol.names import ConnectorEvent
+from omni_fsm.runtime.feedback import Feedback
+from omni_fsm.runtime.lifecycle import Lifecycle
 from omni_fsm.runtime.stage import StageRuntime
 
 _JOIN_S = 1.0
@@ -60,7 +62,7 @@ class _Workers:
         return threads
 
 
-class StageThreads:
+class StageThreads(Lifecycle):
     """Runs a `StageRuntime`: one I/O thread per edge, one outbox thread, one timer thread, workers for producers.
 
     Nothing polls: I/O threads block in the connector, the others on a semaphore or a condition. All are daemons.
@@ -70,77 +72,51 @@ class StageThreads:
     """
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self.runtime = runtime
         self._frames = threading.Semaphore(0)
         self._timer = threading.Condition()
         self._timer_set = False
         self._due_ns: int | None = None
         self._stopping = False
-        self._lifecycle = threading.Lock()
-        self._over = False
         self._threads: list[threading.Thread] = []
         name = f"{runtime.config.stage}-producer"
         self._workers = _Workers(name, runtime.config.workers, partial(self._guarded, runtime.produce_once))
-        runtime.drive(self)
+        super().__init__(runtime)
 
     def start(self) -> None:
-        """Start the threads. Once: again is harmless.
+        """See `Lifecycle`."""
+        self._happened(ConnectorEvent.STARTED)
 
-        Raises:
-            OmniFsmError: The stage was shut down; make a new one.
-        """
-        with self._lifecycle:
-            if self._over:
-                raise OmniFsmError(f"stage {self.runtime.config.stage} was shut down and cannot start again")
-            if self._threads:
-                return
-            loops: list[tuple[str, Callable[[], None]]] = [("outbox", self._put_loop), ("timer", self._timer_loop)]
-            for name, connector, step in (
-                ("source", self.runtime.source, self.runtime.source_once),
-                ("sink", self.runtime.sink, self.runtime.sink_once),
-            ):
-                if connector is not None:
-                    loops.append((name, partial(self._io_loop, connector, step)))
-            for name, loop in loops:
-                thread = threading.Thread(target=loop, name=f"{self.runtime.config.stage}-{name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+    def collect_feedback(self, timeout_s: float = 0.0) -> Feedback:
+        """See `Lifecycle`."""
+        return self.runtime.collect_feedback(timeout_s)
 
-    def shutdown(self, grace_s: float | None = None) -> bool:
-        """End every request, give the ends time to go out, stop the threads, close the connectors. Idempotent.
+    def _start_threads(self) -> None:
+        loops: list[tuple[str, Callable[[], None]]] = [("outbox", self._put_loop), ("timer", self._timer_loop)]
+        for name, connector, step in (
+            ("source", self.runtime.source, self.runtime.source_once),
+            ("sink", self.runtime.sink, self.runtime.sink_once),
+        ):
+            if connector is not None:
+                loops.append((name, partial(self._io_loop, connector, step)))
+        for name, loop in loops:
+            thread = threading.Thread(target=loop, name=f"{self.runtime.config.stage}-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-        Args:
-            grace_s: Seconds to wait; None: the config's ``shutdown_grace_s``.
-
-        Returns:
-            Whether every end went out in time.
-        """
-        with self._lifecycle:
-            if self._over:
-                return self.runtime.wait_idle(0.0)
-            self._over = True
-            self.runtime.begin_shutdown()
-            grace_s = self.runtime.config.shutdown_grace_s if grace_s is None else grace_s
-            flushed = self.runtime.wait_idle(grace_s)
-            if not flushed:
-                self.runtime.abandon(grace_s)
-            self._halt()
-            for thread in (*self._threads, *self._workers.stop()):
-                thread.join(_JOIN_S)
-            for connector in self._connectors():
-                connector.close()
-            return flushed
+    def _flush(self, grace_s: float) -> bool:
+        return self.runtime.wait_idle(grace_s)
 
     def _halt(self) -> None:
-        """Make every loop end."""
         self._stopping = True
         self._frames.release()
         self.tick()
-        for connector in self._connectors():
+        for connector in self.runtime.ends:
             connector.wake()
 
-    def _connectors(self) -> list[Connector]:
-        return [end for end in (self.runtime.source, self.runtime.sink) if end is not None]
+    def _join(self) -> None:
+        for thread in (*self._threads, *self._workers.stop()):
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
 
     # Wake-ups
 
@@ -165,8 +141,7 @@ class StageThreads:
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - the stage dies loudly, see there
-            self.runtime.crash(error)
-            self._halt()
+            self._happened(ConnectorEvent.STEP_RAISED, error)
 
     def _put_loop(self) -> None:
         while True:
@@ -198,18 +173,18 @@ class StageThreads:
             pass
 
 
-def on_sigterm(threads: StageThreads, then: Callable[[], None]) -> None:
+def on_sigterm(lifecycle: Lifecycle, then: Callable[[], None]) -> None:
     """Shut a stage down on SIGTERM: ``end(cancelled, shutdown)`` to every stage after it, a stop to those before it.
 
     Called by: the main thread of a stage's process. A second SIGTERM while the first is obeyed changes nothing.
 
     Args:
-        threads: The stage.
+        lifecycle: Of the stage.
         then: Called when all is flushed or the grace is over, on a thread of its own.
     """
 
     def shut_down() -> None:
-        threads.shutdown()
+        lifecycle.shutdown()
         then()
 
     def handle(signum: int, _frame: FrameType | None) -> None:

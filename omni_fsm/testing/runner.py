@@ -54,7 +54,7 @@ class RunnerConformance:
             sink: Sending end of its output edge, to a stage of the kit.
 
         Returns:
-            The stage's `StageRunnerAdapter`, or its `StageThreads` where it is built on a `StageRuntime`; and the cycle. A
+            The stage's `StageRunnerAdapter`, or its `Lifecycle` where it is built on a `StageRuntime`; and the cycle. A
             cycle that finds nothing to do may wait, for a fraction of a second.
         """
         raise NotImplementedError

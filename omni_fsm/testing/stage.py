@@ -9,14 +9,14 @@ from typing import Any, Final
 
 from omni_fsm.adapters import StageRunnerAdapter
 from omni_fsm.protocol.identity import Edge, Identity
-from omni_fsm.runtime import StageThreads
+from omni_fsm.runtime import Lifecycle
 from omni_fsm.testing.edge import MIN_TURNS, broken
 from omni_fsm.testing.neighbours import After, Before, Output
 
 Cycle = Callable[[], object]
 """Runs one cycle of a runner's loop. Called by: one thread of the kit, always the same for a stage."""
 
-Made = tuple[StageRunnerAdapter | StageThreads, Cycle]
+Made = tuple[StageRunnerAdapter | Lifecycle, Cycle]
 """A stage under test and its cycle."""
 
 KEPT_ON_PURPOSE: Final = frozenset({"tombstones", "timers"})
@@ -143,22 +143,22 @@ class StageDriver:
     def running(self, made: Made) -> Iterator["StageDriver"]:
         """Run the author's stage; shut it down afterwards."""
         stage, cycle = made
-        self.threads = stage if isinstance(stage, StageThreads) else stage.threads
+        self.lifecycle = stage if isinstance(stage, Lifecycle) else stage.lifecycle
         self._count_submits()
         self._loop = _Loop(cycle)
-        self.threads.start()
+        self.lifecycle.start()
         try:
             self.until("peers", "the stage did not meet its neighbours", lambda: self._met, cycles=False)
             yield self
         finally:
-            self.threads.shutdown(0.0)
+            self.lifecycle.shutdown(0.0)
             self._loop.end(self._patience_s)
             for end in (self.before.end, self.after.end, self.before.stage_end, self.after.stage_end):
                 end.close()
 
     def _count_submits(self) -> None:
         """Shadow the runtime's method on this one object: a submit of a request that is over leaves no other trace."""
-        runtime = self.threads.runtime
+        runtime = self.lifecycle.runtime
         submit_chunk = runtime.submit_chunk
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class StageDriver:
     def shutdown(self, rule: str) -> bool:
         """Shut the stage down while its loop goes on and its neighbours listen. Returns whether it flushed."""
         flushed: list[bool] = []
-        thread = threading.Thread(target=lambda: flushed.append(self.threads.shutdown()), daemon=True)
+        thread = threading.Thread(target=lambda: flushed.append(self.lifecycle.shutdown()), daemon=True)
         thread.start()
         self.until(rule, "the shutdown did not return", lambda: flushed)
         thread.join()
@@ -287,5 +287,5 @@ class StageDriver:
 
     def residue(self) -> dict[str, int]:
         """What the stage holds and should not."""
-        held = self.threads.runtime.residue()
+        held = self.lifecycle.runtime.residue()
         return {name: count for name, count in held.items() if count and name not in KEPT_ON_PURPOSE}

@@ -61,6 +61,11 @@ _LATE_NOTICES: tuple[Late, ...] = (
     lambda half: half.on_peer_lost(FAILED),
     lambda half: half.on_request_failed(FAILED),
 )
+_LET_GO: tuple[Late, ...] = (
+    lambda half: half.on_consumed()[1],
+    lambda half: half.on_cancelled(CANCELLED),
+    lambda half: half.on_released(DONE),
+)
 _LATE: dict[tuple[str, str], tuple[Late, ...]] = {
     ("sender", SenderState.FINALIZED): (
         *_LEAVES.values(),
@@ -78,17 +83,14 @@ _LATE: dict[tuple[str, str], tuple[Late, ...]] = {
         lambda half: half.on_peer_lost(FAILED),
     ),
     ("receiver", ReceiverState.TERMINAL_PENDING): (*_LATE_FRAMES, *_LATE_NOTICES),
-    ("receiver", ReceiverState.CANCELLED_CURRENT): _LATE_NOTICES,
-    ("receiver", ReceiverState.FAILED): (*_LATE_FRAMES, *_LATE_NOTICES),
+    ("receiver", ReceiverState.CANCELLED_CURRENT): (*_LATE_NOTICES, *_LET_GO),
+    ("receiver", ReceiverState.FAILED): (*_RETURNS, *_LATE_NOTICES),
     ("receiver", ReceiverState.FINALIZED): (
-        *_LATE_FRAMES,
+        *_RETURNS,
         *_LATE_NOTICES,
         lambda half: half.on_get_begun(),
-        lambda half: half.on_get_failed(FAILED),
         lambda half: half.on_unclaimed(FAILED),
-        lambda half: half.on_consumed()[1],
-        lambda half: half.on_cancelled(CANCELLED),
-        lambda half: half.on_released(DONE),
+        *_LET_GO,
     ),
 }
 """What comes late in these states: it changes nothing, whatever it is."""
