@@ -20,7 +20,7 @@ MACHINES = ("sender", "receiver", "kv_transfer", "connector")
 
 def enum_source(name: str, doc: str, members: dict[str, str]) -> str:
     """One StrEnum whose members carry their meaning as a comment."""
-    lines = [f"class {name}(StrEnum):", f'    """{doc}"""', ""]
+    lines = [f"class {name}(StrEnum):", f'    """{doc}"""', *([""] if members else [])]
     for member, meaning in members.items():
         lines += [f"    #: {meaning}", f'    {member.upper()} = "{member}"']
     return "\n".join(lines)
