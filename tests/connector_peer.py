@@ -22,6 +22,8 @@ EDGE = Edge("thinker", "talker")
 HELLO = Hello(EDGE, spec_digest="d1")
 R1 = Identity("r1", 1)
 PATIENCE_S = 20.0
+NOTICED_S = 5.0
+"""A death is noticed within milliseconds; a busy machine may take a while to run who notices it."""
 WIDE = {"frames": 1 << 20, "nbytes": 1 << 40}
 
 

@@ -24,7 +24,17 @@ from omni_fsm.adapters.scheduling import (
     Slots,
     Step,
 )
-from omni_fsm.connectors import Hello, memory_pair, shm_receiver, shm_sender
+from omni_fsm.connectors import (
+    EdgeConfig,
+    Ends,
+    Hello,
+    Role,
+    Wiring,
+    memory_pair,
+    register_connector,
+    shm_receiver,
+    shm_sender,
+)
 from omni_fsm.protocol import Cause, Edge, Identity, LocalProtocolError, Outcome
 from omni_fsm.runtime import (
     Admission,
@@ -56,6 +66,8 @@ __all__ = [
     "ClosableGroup",
     "Cycle",
     "Edge",
+    "EdgeConfig",
+    "Ends",
     "Failure",
     "Feedback",
     "FeedbackSink",
@@ -82,6 +94,7 @@ __all__ = [
     "Refuse",
     "Register",
     "Resume",
+    "Role",
     "SchedulerConfig",
     "SchedulerCoordinator",
     "SchedulerRules",
@@ -97,8 +110,10 @@ __all__ = [
     "TorchGroup",
     "TransferManager",
     "Transition",
+    "Wiring",
     "memory_pair",
     "on_sigterm",
+    "register_connector",
     "shm_receiver",
     "shm_sender",
 ]

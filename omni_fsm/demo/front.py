@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni_fsm.adapters import StageRunnerAdapter
+from omni_fsm.connectors import Ends
 from omni_fsm.demo.faults import CANCEL_AFTER_SOUNDS, Faults
 from omni_fsm.demo.models import seed_of
-from omni_fsm.demo.pipeline import Ends
 from omni_fsm.demo.record import Record
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity

@@ -94,7 +94,7 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
     with private_directory() as directory:
         says(f"loading three models in {len(pipeline.stages) + order.ranks - 1} processes")
         front = Front(
-            pipeline.config(pipeline.front), pipeline.connectors(pipeline.front, directory), order.faults, progress
+            pipeline.config(pipeline.front), pipeline.wiring(directory).open(pipeline.front), order.faults, progress
         )
         stages = stage_processes(pipeline.stages, directory, order.faults, order.mode, order.ranks)
         with front.adapter, stages as processes:

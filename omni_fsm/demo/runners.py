@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from omni_fsm.adapters import StageRunnerAdapter
-from omni_fsm.connectors import FULL_PAYLOAD
+from omni_fsm.connectors import FULL_PAYLOAD, Ends
 from omni_fsm.demo.faults import CANCEL_AFTER_CHUNKS, RAISE_AT_CHUNK, At, Faults
 from omni_fsm.demo.models import CHUNK_FRAMES
-from omni_fsm.demo.pipeline import Ends
 from omni_fsm.demo.record import Record
 from omni_fsm.demo.talker_model import AcousticNet, FrameCutter, no_frames
 from omni_fsm.demo.text import ClauseBuffer
@@ -256,7 +255,7 @@ class TalkerRunner(StageRunner):
     def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
         super().__init__(config, ends, faults)
         self.model = AcousticNet()
-        self.sends_whole = ends.sink.hello().mode == FULL_PAYLOAD
+        self.sends_whole = ends.sink is not None and ends.sink.hello().mode == FULL_PAYLOAD
 
     def can_take(self, internal_id: str, local: Local) -> bool:  # noqa: ARG002
         """See `StageRunner`: clauses are state of the request, so they wait until it owns its external id."""

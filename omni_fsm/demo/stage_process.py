@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from omni_fsm.adapters import StageRunnerAdapter
+from omni_fsm.adapters import Role, StageRunnerAdapter
 from omni_fsm.demo.faults import Faults
 from omni_fsm.demo.models import pin_threads
 from omni_fsm.demo.pipeline import load_pipeline
@@ -104,19 +104,20 @@ def _obey(runner: Runner, output: IO[str]) -> None:
 
 def _stage(plan: Plan) -> StageRunner:
     pipeline = load_pipeline(plan.mode)
-    ends = pipeline.connectors(plan.stage, Path(plan.directory))
+    ends = pipeline.wiring(Path(plan.directory)).open(plan.stage)
     return RUNNERS[plan.stage](pipeline.config(plan.stage), ends, plan.faults)
 
 
 def _rank(plan: Plan, rank: RankPlan) -> Code2WavRank:
     """One rank of code2wav: the one that leads has the stage's ends."""
     pipeline, record = load_pipeline(plan.mode), Record()
+    wiring = pipeline.wiring(Path(plan.directory))
     group = join_ranks(rank.meeting, rank.rank, rank.ranks)
     adapter = None
-    if rank.rank == 0:
-        source, sink = pipeline.connectors(plan.stage, Path(plan.directory))
+    if wiring.role(plan.stage, rank.rank) is not Role.NONE:
+        source, sink = wiring.open(plan.stage, local_rank=rank.rank)
         adapter = StageRunnerAdapter(pipeline.config(plan.stage), source=source, sink=sink, observers=[record])
-    return Code2WavRank(group, pipeline.input_edge(plan.stage), plan.faults, record, adapter)
+    return Code2WavRank(group, wiring.input_edge(plan.stage), plan.faults, record, adapter)
 
 
 def main() -> None:
