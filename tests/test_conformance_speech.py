@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_fsm.connectors import Hello, memory_pair
+from omni_fsm.connectors import Ends, Hello, memory_pair
 from omni_fsm.demo import runners
 from omni_fsm.demo.faults import At, Faults
 from omni_fsm.demo.models import FRAME_WIDTH, pin_threads
-from omni_fsm.demo.pipeline import Ends, load_pipeline
+from omni_fsm.demo.pipeline import load_pipeline
 from omni_fsm.demo.reference import QUESTIONS
 from omni_fsm.demo.runners import RUNNERS, StageRunner
 from omni_fsm.demo.talker_model import AcousticNet, Frames

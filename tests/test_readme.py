@@ -40,8 +40,13 @@ def test_the_example_runs_and_prints_what_the_readme_says(capsys: pytest.Capture
         (2, ""),
         (3, ""),
         (4, "[3, 3, 1] [0, 1, 2, 3, 4, 5, 6] True"),
+        (5, "a: [2, 4] ok, b: [60] ok, c: [] error(no such voice)"),
+        (6, "thinker: sender talker: receiver True\nTrue {'text': 'one two'}"),
+        (7, "all in one\nTrue True closed"),
+        (8, "[2, 4, 6]"),
+        (9, "True 0"),
     ],
-    ids=["middle", "shm", "host", "logs", "older"],
+    ids=["middle", "shm", "host", "logs", "older", "scheduler", "wiring", "steps", "ranks", "kv"],
 )
 def test_the_guide_s_examples_run_and_print_what_it_says(block: int, printed: str) -> None:
     done = subprocess.run(
