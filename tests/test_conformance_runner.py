@@ -4,14 +4,26 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from omni_fsm.adapters import Identity, Later, Refuse, Register, StageConfig, StageRunnerAdapter, TakenKind
+from omni_fsm.adapters import (
+    Identity,
+    Later,
+    Refuse,
+    Register,
+    SchedulerConfig,
+    SchedulerCoordinator,
+    StageConfig,
+    StageRunnerAdapter,
+    StageRunnerMixin,
+    Step,
+    TakenKind,
+)
 from omni_fsm.connectors.port import PutOutcome
 from omni_fsm.protocol.frames import Cause, Frame, FrameKind, Outcome
 from omni_fsm.runtime import Admission, ProducerContext, StageRuntime, StageThreads
@@ -114,6 +126,91 @@ class AdderOnARuntime(Adder):
         """It waits in collect_feedback."""
 
 
+class InheritingAdder(StageRunnerMixin, Adder):
+    """The same as a host that inherits its stage."""
+
+    def make_adapter(self, source: Any, sink: Any) -> Any:
+        self.init_stage(StageConfig(stage="adder"), source=source, sink=sink)
+        return self.stage
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A request as an engine has it."""
+
+    request_id: str
+    identity: Identity
+
+
+class ScheduledAdder(Adder):
+    """The same sums under a scheduler: two slots, a waiting and a running queue, and one preempted every third cycle.
+
+    A request is parked by the coordinator while its next number is not there.
+    """
+
+    def __init__(self, source: Any, sink: Any) -> None:
+        self.woken = threading.Event()
+        super().__init__(source, sink)
+        self.live: dict[str, Scheduled] = {}
+        self.waiting: deque[Scheduled] = deque()
+        self.running: list[Scheduled] = []
+        self.coordinator: SchedulerCoordinator[Scheduled] = SchedulerCoordinator(
+            self.adapter.runtime, self.live, SchedulerConfig(max_running=2)
+        )
+        self.cycles = 0
+
+    def make_adapter(self, source: Any, sink: Any) -> Any:
+        config = StageConfig(stage="adder")
+        return StageRunnerAdapter(config, source=source, sink=sink, producer=self.produce, host=self)
+
+    def stream_offered(self, identity: Identity) -> Register:
+        return Register(f"adder {identity}")
+
+    def feedback_ready(self) -> None:
+        self.woken.set()
+
+    def cycle(self) -> None:
+        self.cycles += 1
+        if self.running and self.cycles % 3 == 0:
+            self.waiting.appendleft(self.running.pop())
+        steps = self.schedule()
+        for step in steps:
+            if self.coordinator.settle(step) and step.chunk is not None:
+                self.compute(step.request, step.chunk.payload)
+        if not steps:
+            self.woken.wait(0.02)
+            self.woken.clear()
+
+    def schedule(self) -> list[Step[Scheduled]]:
+        with self.coordinator.cycle(self.waiting, self.running) as cycle:
+            for name in cycle.failed:
+                self.leave(name)
+            for name in cycle.done:
+                self.adapter.end(name)
+                self.leave(name)
+            for name, identity in cycle.feedback.registered.items():
+                self.live[name] = Scheduled(name, identity)
+                self.waiting.append(self.live[name])
+            while self.waiting and len(self.running) < cycle.max_running:
+                self.running.append(self.waiting.popleft())
+            return [step for request in self.running if (step := cycle.step(request, budget_tokens=1))]
+
+    def leave(self, name: str) -> None:
+        self.coordinator.finish([name], self.waiting, self.running)
+        request = self.live.pop(name, None)
+        if request is not None:
+            self.totals.pop(request.identity, None)
+
+    def compute(self, request: Scheduled, number: Any) -> None:
+        for _ in range(2):
+            try:
+                self.totals[request.identity] = self.totals.get(request.identity, 0) + number
+            except TypeError as error:
+                self.adapter.fail(request.request_id, f"{type(error).__name__}: {error}")
+                return
+            self.adapter.submit_chunk(request.request_id, self.totals[request.identity])
+
+
 class AdderRules(RunnerConformance):
     stage = "adder"
     bad_words = "TypeError: unsupported operand"
@@ -140,6 +237,25 @@ class TestAdder(AdderRules):
 
 class TestAdderOnARuntime(AdderRules):
     runner = AdderOnARuntime
+
+
+class TestInheritingAdder(AdderRules):
+    runner = InheritingAdder
+
+
+class TestScheduledAdder(AdderRules):
+    """A whole stage with its scheduler: parked, preempted and restored, a request keeps every rule."""
+
+    runner = ScheduledAdder
+
+    def held(self) -> dict[str, int]:
+        made = self.made
+        return {
+            "totals": len(made.totals),
+            "live": len(made.live),
+            "queued": len(made.waiting) + len(made.running),
+            "seats": len(made.coordinator.places),
+        }
 
 
 class TestDoublerOfTheGuide(RunnerConformance):

@@ -584,7 +584,7 @@ def test_case_54_nothing_new_of_a_cumulative_producer_is_no_chunk_and_its_held_t
 def test_it_runs_between_real_stages() -> None:
     sink, source = memory_pair(Hello(Edge("talker", "vocoder")))
     producer = LegacyProducer(gathering)
-    talker = StageRunnerAdapter(StageConfig(stage="talker"), sink=sink, producer=producer, observers=[producer])
+    talker = StageRunnerAdapter(StageConfig(stage="talker"), sink=sink, producer=producer)
     with talker, StageRunnerAdapter(StageConfig(stage="vocoder"), source=source) as vocoder:
         request, _ = talker.open("any/thing")
         for number in range(101):

@@ -117,6 +117,35 @@ def test_a_rank_over_gloo_that_is_killed_fails_every_request_on_the_others(
             assert all(reason.startswith("error(rank_lost: ") for reason in said[0][neighbour].values())
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(("layouts", "world"), [(TP2, 2), (TP2_SP2, 4)], ids=["TP2", "TP2xSP2"])
+def test_vllm_s_own_coordinators_are_groups_over_gloo_as_they_are(
+    context: ForkServerContext, tmp_path: Path, layouts: Any, world: int
+) -> None:
+    plan = Plan(layouts, 30.0, requests=40, cycles=100, coordinator="vllm")
+    with world_of(context, world, tmp_path, plan) as ranks:
+        said = ranks.hear(*range(world))
+    assert len({(each["digest"], each["cycles"]) for each in said.values()}) == 1
+    assert [each["held"] for each in said.values()] == [{}] * world
+    assert said[0]["counts"]["registered"] == said[0]["counts"]["over"] == 41
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_of_vllm_s_own_coordinator_fails_every_request_over_gloo(
+    context: ForkServerContext, tmp_path: Path, killed: int
+) -> None:
+    with world_of(context, 2, tmp_path, Plan(TP2, 60.0, requests=0, coordinator="vllm")) as ranks:
+        assert set(ranks.hear(0, 1).values()) == {"ready"}
+        killed_s = time.monotonic()
+        ranks.signal(killed, signal.SIGKILL)
+        (said,) = ranks.hear(1 - killed).values()
+    assert said["told_s"] - killed_s < 2.0
+    assert len(said["failed"]) == 4
+    assert all(reason.startswith("error(rank_lost: ") for reason in said["failed"].values())
+    assert said["held"] == {}
+
+
 def test_a_rank_over_gloo_that_hangs_is_lost_when_the_time_is_over(context: ForkServerContext, tmp_path: Path) -> None:
     with world_of(context, 2, tmp_path, Plan(TP2, 1.0, requests=0)) as ranks:
         ranks.hear(0, 1)

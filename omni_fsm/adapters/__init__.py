@@ -1,5 +1,6 @@
 """What a stage's runner uses, in one import: the facade, its typed hooks, and the values that it gives and takes."""
 
+from omni_fsm.adapters.mixin import StageRunnerMixin
 from omni_fsm.adapters.producers import (
     BatchCountError,
     LegacyBatchProducer,
@@ -103,6 +104,7 @@ __all__ = [
     "StageConfig",
     "StageHost",
     "StageRunnerAdapter",
+    "StageRunnerMixin",
     "StateView",
     "Step",
     "Taken",

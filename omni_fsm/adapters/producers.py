@@ -359,8 +359,8 @@ class _Adapted:
 class LegacyProducer(_Adapted):
     """An older producer of one request at a time, as a `Producer` of a stage.
 
-    Give it to the stage twice, so that it hears when a request is over:
-    ``StageRunnerAdapter(..., producer=producer, observers=[producer])``. What the function raises is raised to the caller.
+    It is an `Observer`, so the stage whose producer it is tells it when a request is over. What the function raises is raised to
+    the caller.
 
     Called by: the workers of the stage, like every producer.
 
@@ -371,7 +371,7 @@ class LegacyProducer(_Adapted):
         extras: Makes further attributes that it expects to find, anew for each life.
         convert: Makes a payload tree of what it returns, unless that is None.
         per_segment: Attributes of its own that go with each segment, not only with the request.
-        requests_max: How many lives may have entries. There are more only if the observer was forgotten.
+        requests_max: How many lives may have entries. There are more only if nobody tells it what is over.
 
     Raises:
         ConfigError: The function's signature fits none of the forms, or another argument cannot be used.

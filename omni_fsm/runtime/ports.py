@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from omni_fsm.protocol.frames import Cause
 from omni_fsm.protocol.identity import Edge, Identity
@@ -195,8 +195,12 @@ class Failure:
     exception: BaseException | None = None
 
 
+@runtime_checkable
 class Observer(Protocol):
-    """Is told of what happened, after it happened. No lock is held during a call."""
+    """Is told of what happened, after it happened. No lock is held during a call.
+
+    A producer that has these methods is an observer of its stage, so that it can let go of what it keeps.
+    """
 
     def on_transition(self, transition: Transition) -> None:
         """A half moved, or ignored an event."""

@@ -52,7 +52,7 @@ class StageRuntime:
         host: The runner; see `StageHost`.
         clock: Time.
         wakeups: Told when a step has work.
-        observers: Told of every transition and failure.
+        observers: Told of every transition and failure; so is the producer, if it is an `Observer`.
 
     Raises:
         ConfigError: An edge does not belong to the stage, or the stage has none.
@@ -84,7 +84,7 @@ class StageRuntime:
             host=host,
             clock=clock or MonotonicClock(),
             wakeups=wakeups or NoThreads(),
-            observers=tuple(observers),
+            observers=_observers(observers, producer),
         )
         whole = sink is not None and sink.hello().mode == FULL_PAYLOAD
         self._outbox = Outbox(self._core, FullPayloadProducer(producer, config.replace_keys) if whole else producer)
@@ -464,6 +464,11 @@ class StageRuntime:
         core = self._core
         with core.lock:
             return core.feedback_came.wait_for(lambda: not core.tables.by_internal, timeout_s)
+
+
+def _observers(observers: Iterable[Observer], producer: Producer) -> tuple[Observer, ...]:
+    told = tuple(observers)
+    return told if not isinstance(producer, Observer) or producer in told else (*told, producer)
 
 
 def _end_name(connector: Connector) -> str:
