@@ -1,5 +1,6 @@
 """What a stage's runner uses, in one import: the facade, its typed hooks, and the values that it gives and takes."""
 
+from omni_fsm.adapters.aio import AsyncStage, SegmentEnd, StageRequest
 from omni_fsm.adapters.mixin import StageRunnerMixin
 from omni_fsm.adapters.producers import (
     BatchCountError,
@@ -60,6 +61,7 @@ from omni_fsm.state import Scope, StateView
 __all__ = [
     "AcceptAll",
     "Admission",
+    "AsyncStage",
     "BatchCountError",
     "Cause",
     "Chunk",
@@ -100,9 +102,11 @@ __all__ = [
     "SchedulerCoordinator",
     "SchedulerRules",
     "Scope",
+    "SegmentEnd",
     "Slots",
     "StageConfig",
     "StageHost",
+    "StageRequest",
     "StageRunnerAdapter",
     "StageRunnerMixin",
     "StateView",
