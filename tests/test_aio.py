@@ -126,7 +126,7 @@ def test_a_cancel_from_either_side_is_raised_in_the_generator_and_reaches_the_ot
 
     play(around, script)
     assert ended == ["first: cancelled(changed my mind)", "second: cancelled(heard enough)"]
-    assert [str(cause) for cause in around.last_told.failed.values()][0] == "cancelled(changed my mind)"
+    assert next(str(cause) for cause in around.last_told.failed.values()) == "cancelled(changed my mind)"
     assert [str(cause) for cause in around.front_told.failed.values()][-1] == "cancelled(heard enough)"
 
 
