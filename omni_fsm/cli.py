@@ -47,6 +47,7 @@ def demo(  # noqa: PLR0913 - each is a flag
         int | None, typer.Option(help="1 to 3: ask so many of the questions in one request, as its turns.")
     ] = None,
     tp: Annotated[int, typer.Option(help="Run code2wav as so many ranks, each in a process, over gloo.")] = 1,
+    engine: Annotated[str, typer.Option(help="What runs the thinker: torch, or vllm.")] = "torch",
     external_id: Annotated[str | None, typer.Option("--id", help="External id of request 0: any text.")] = None,
 ) -> None:
     """Answer three questions aloud with three models in three processes, and check the sound byte by byte."""
@@ -66,6 +67,7 @@ def demo(  # noqa: PLR0913 - each is a flag
             mode=mode,
             segments=segments,
             tp=tp,
+            engine=engine,
         )
         report = _with_progress(console, order)
     except OmniFsmError as error:

@@ -207,7 +207,9 @@ def test_a_bytearray_arrives_as_bytes_and_stays_resizable() -> None:
     assert same(decode(received(payload)), b"abc")
 
 
-@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 2**4095 - 1])
+@pytest.mark.parametrize(
+    "number", [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 2**4095 - 1, -(2**4095)]
+)
 def test_ints_on_both_sides_of_64_bits_arrive(number: int) -> None:
     assert same(sent(number), number)
 
@@ -355,6 +357,7 @@ def test_a_receive_buffer_is_aligned_writable_and_as_long_as_asked(nbytes: int) 
         ({1.5: 1}, "the key float 1.5"),
         ({2**64: 1}, "the key int 18446744073709551616"),
         (2**4095, "an int of 4097 bits cannot be encoded; accepted: 4096 bits at most"),
+        (-(2**4095) - 1, "an int of 4097 bits cannot be encoded; accepted: 4096 bits at most"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

@@ -45,8 +45,9 @@ def test_the_example_runs_and_prints_what_the_readme_says(capsys: pytest.Capture
         (7, "all in one\nTrue True closed"),
         (8, "[2, 4, 6]"),
         (9, "True 0"),
+        (10, "[2, 4, 6]"),
     ],
-    ids=["middle", "shm", "host", "logs", "older", "scheduler", "wiring", "steps", "ranks", "kv"],
+    ids=["middle", "shm", "host", "logs", "older", "scheduler", "wiring", "steps", "ranks", "kv", "asyncio"],
 )
 def test_the_guide_s_examples_run_and_print_what_it_says(block: int, printed: str) -> None:
     done = subprocess.run(

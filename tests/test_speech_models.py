@@ -321,7 +321,7 @@ def test_an_answer_ends_by_itself_and_its_pieces_are_its_text(thinker: Thinker) 
     assert steps[-1] == Step(END_ID, "", finished=True)
     assert not any(step.finished for step in steps[:-1])
     text = "".join(step.piece for step in steps)
-    assert text == thinker.decode([step.token_id for step in steps]) == "The capital of France is Paris."
+    assert text == thinker.chat.decode([step.token_id for step in steps]) == "The capital of France is Paris."
     assert thinker.step(request) is None
 
 

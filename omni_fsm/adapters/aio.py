@@ -83,8 +83,8 @@ class StageRequest:
             await self.room.wait()
 
 
-Work = Callable[[StageRequest], AsyncIterator[Any]]
-"""What a stage does with a request: an async generator that takes ``request.frames()`` and yields payloads.
+Work = Callable[[Any], AsyncIterator[Any]]
+"""What a stage does with a request: an async generator that takes its `StageRequest`'s ``frames()`` and yields payloads.
 
 Called by: the stage, once a life; run in its event loop. When it returns, the output is complete: the end goes out, and what is
 left of the input is not wanted. What it raises ends the request with its own words. It is cancelled when the request ends early.
@@ -182,9 +182,13 @@ class AsyncStage:
         """How many generators run."""
         return len(self._tasks)
 
+    def _request(self, internal_id: str, identity: Identity) -> StageRequest:
+        """What the work of a life is given."""
+        return StageRequest(self.adapter, internal_id, identity)
+
     def _hear(self, told: Feedback) -> None:
         for internal_id, identity in told.registered.items():
-            request = StageRequest(self.adapter, internal_id, identity)
+            request = self._request(internal_id, identity)
             task = asyncio.create_task(self._run(request), name=internal_id)
             task.add_done_callback(partial(self._over, internal_id))
             self._tasks[internal_id] = (request, task)

@@ -10,6 +10,7 @@ from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.identity import Identity
 
 MAX_RANKS = 4
+ENGINES = ("torch", "vllm")
 
 
 def order_of(  # noqa: PLR0913 - one for each flag
@@ -24,6 +25,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
     mode: str,
     segments: int | None,
     tp: int,
+    engine: str,
 ) -> Order:
     """Read the flags.
 
@@ -38,6 +40,8 @@ def order_of(  # noqa: PLR0913 - one for each flag
         raise ConfigError("--mode", mode, " or ".join(MODES))
     if cancel is not None and not 0 <= cancel < len(questions):
         raise ConfigError("--cancel", cancel, f"an index from 0 to {len(questions) - 1}")
+    if engine not in ENGINES:
+        raise ConfigError("--engine", engine, " or ".join(ENGINES))
     if not 1 <= tp <= MAX_RANKS:
         raise ConfigError("--tp", tp, f"a number of ranks from 1 to {MAX_RANKS}")
     processes = [*stages, *(f"{stages[-1]}.{rank}" for rank in range(1, tp))]
@@ -69,6 +73,7 @@ def order_of(  # noqa: PLR0913 - one for each flag
         mode,
         segments=segments is not None,
         ranks=tp,
+        engine=engine == "vllm",
     )
 
 

@@ -91,8 +91,8 @@ class StageProcess:
 
 
 @contextlib.contextmanager
-def stage_processes(
-    stages: list[str], directory: Path, faults: Faults, mode: str, ranks: int
+def stage_processes(  # noqa: PLR0913 - what a run may ask for
+    stages: list[str], directory: Path, faults: Faults, mode: str, *, ranks: int, engine: bool
 ) -> Iterator[dict[str, StageProcess]]:
     """Start every stage; all have loaded their models when this yields, and all have exited when it is left.
 
@@ -102,11 +102,12 @@ def stage_processes(
         faults: What they break.
         mode: See `load_pipeline`.
         ranks: Of the last stage, each in a process of its own.
+        engine: Whether the first stage is a vLLM engine.
 
     Yields:
         The processes by name; a rank that follows has the stage's with its number.
     """
-    plans = [Plan(stage, str(directory), faults, mode) for stage in stages]
+    plans = [Plan(stage, str(directory), faults, mode, engine=engine and stage == stages[0]) for stage in stages]
     with tempfile.TemporaryDirectory(prefix="omni-fsm-ranks-") as meeting:
         if ranks > 1:
             last = plans.pop()

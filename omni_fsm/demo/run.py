@@ -42,6 +42,7 @@ class Order:
         mode: ``chunks``, or ``full``: the talker sends one payload.
         segments: Whether all questions go through one request, the first one's, each as a segment.
         ranks: How many ranks the last stage has.
+        engine: Whether the thinker is a vLLM engine.
     """
 
     out: Path
@@ -52,6 +53,7 @@ class Order:
     mode: str = "chunks"
     segments: bool = False
     ranks: int = 1
+    engine: bool = False
 
 
 def default_questions(external_id: str | None = None) -> list[tuple[str, str]]:
@@ -90,20 +92,22 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
     says("preparing the thinker's weights (half a minute the first time)")
     thinker_dir()
     pipeline = load_pipeline(order.mode)
-    before = _shared_memory()
+    before = _shared_memory(order)
     with private_directory() as directory:
         says(f"loading three models in {len(pipeline.stages) + order.ranks - 1} processes")
         front = Front(
             pipeline.config(pipeline.front), pipeline.wiring(directory).open(pipeline.front), order.faults, progress
         )
-        stages = stage_processes(pipeline.stages, directory, order.faults, order.mode, order.ranks)
+        stages = stage_processes(
+            pipeline.stages, directory, order.faults, order.mode, ranks=order.ranks, engine=order.engine
+        )
         with front.adapter, stages as processes:
             says("answering")
             answers = _serve(order, front, processes)
             says("waiting until every table is empty")
             reports = _reports(front, processes)
         killed_ns = next((process.killed_ns for process in processes.values() if process.killed_ns is not None), None)
-        left = len(_shared_memory() - before) + len(list(directory.iterdir())) + _own_memfds()
+        left = len(_shared_memory(order) - before) + len(list(directory.iterdir())) + _own_memfds()
     says("answering the same questions in this one process")
     references = _references(order, answers)
     return _report(order, pipeline, answers, reports, references, killed_ns, left)
@@ -281,8 +285,10 @@ def _stopped_after_ms(thinker: dict[str, Any] | None) -> float | None:
     return max(0.0, float(thinker["left_ns"] - thinker["cause_ns"]) / 1e6)
 
 
-def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))  # noqa: PTH208, S108 - counted, never opened
+def _shared_memory(order: Order) -> set[str]:
+    """The names in /dev/shm; without those of the kind that vLLM's own processes leave there when they are killed."""
+    names = set(os.listdir("/dev/shm"))  # noqa: PTH208, S108 - counted, never opened
+    return {name for name in names if not (order.engine and name.startswith(("psm_", "sem.mp-")))}
 
 
 def _own_memfds() -> int:

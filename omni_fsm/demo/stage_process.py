@@ -16,6 +16,7 @@ from typing import IO, Any
 import msgspec
 
 from omni_fsm.adapters import Role, StageRunnerAdapter
+from omni_fsm.demo.engine import EngineThinker
 from omni_fsm.demo.faults import Faults
 from omni_fsm.demo.models import pin_threads
 from omni_fsm.demo.pipeline import load_pipeline
@@ -42,13 +43,14 @@ class RankPlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a stage's process is told at start; ``rank`` where the stage has several."""
+    """What a stage's process is told at start; ``rank`` where the stage has several, ``engine`` whether vLLM runs its model."""
 
     stage: str
     directory: str
     faults: Faults
     mode: str
     rank: RankPlan | None = None
+    engine: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
         return f"{self.stage}.{self.rank.rank}" if self.rank is not None and self.rank.rank else self.stage
 
 
-Runner = StageRunner | Code2WavRank
+Runner = StageRunner | Code2WavRank | EngineThinker
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -102,10 +104,11 @@ def _obey(runner: Runner, output: IO[str]) -> None:
     runner.stopping.set()
 
 
-def _stage(plan: Plan) -> StageRunner:
+def _stage(plan: Plan) -> StageRunner | EngineThinker:
     pipeline = load_pipeline(plan.mode)
     ends = pipeline.wiring(Path(plan.directory)).open(plan.stage)
-    return RUNNERS[plan.stage](pipeline.config(plan.stage), ends, plan.faults)
+    runner = EngineThinker if plan.engine else RUNNERS[plan.stage]
+    return runner(pipeline.config(plan.stage), ends, plan.faults)
 
 
 def _rank(plan: Plan, rank: RankPlan) -> Code2WavRank:

@@ -39,6 +39,49 @@ class Step(NamedTuple):
     finished: bool
 
 
+class Chat:
+    """The thinker's tokenizer and chat template, for whatever runs its model.
+
+    Args:
+        path: A directory as ``thinker_dir`` gives it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
+        self._tokenizer.encode_special_tokens = True  # "<|im_end|>" in a question is text, not an end
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Give the text of token ids; bytes that are no UTF-8 become U+FFFD, special tokens nothing."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def prompt(self, question: str, max_new_tokens: int) -> list[int]:
+        """Give the ids of the model's chat template: system turn, user turn, the opened turn of the assistant.
+
+        Raises:
+            ConfigError: The question, or the bound of its answer, is out of bounds; see `Thinker.start`.
+        """
+        if not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+            raise ConfigError("max_new_tokens", max_new_tokens, f"1 to {MAX_NEW_TOKENS}")
+        system, user = self._turn("system", SYSTEM_PROMPT), self._turn("user", question)
+        prompt = [*system, *user, START_ID, *self._encode("assistant\n")]
+        if len(prompt) > MAX_PROMPT_TOKENS:
+            raise ConfigError("question", question, f"up to {MAX_PROMPT_TOKENS} tokens; this has {len(prompt)}")
+        return prompt
+
+    def step(self, pieces: TextPieces, token_id: int, *, finished: bool) -> Step:
+        """What a new token gives: the text that became certain by it."""
+        piece = "" if token_id == END_ID else pieces.push(token_id, self.decode)
+        if finished:
+            piece += pieces.flush(self.decode)
+        return Step(token_id, piece, finished)
+
+    def _turn(self, role: str, text: str) -> list[int]:
+        return [START_ID, *self._encode(f"{role}\n{text}"), END_ID, *self._encode("\n")]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 @dataclass(slots=True)
 class ThinkerRequest:
     """One question in work: owned by the caller, advanced by ``Thinker.step``, dropped at any time to cancel it.
@@ -77,8 +120,7 @@ class Thinker:
         require("transformers", DEMO_COMMAND)
         self._model = _load_model(path)
         self._new_cache = require("transformers.cache_utils").DynamicCache
-        self._tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
-        self._tokenizer.encode_special_tokens = True  # "<|im_end|>" in a question is text, not an end
+        self.chat = Chat(path)
 
     def start(self, question: str, max_new_tokens: int) -> ThinkerRequest:
         """Make the request of a question; no forward yet.
@@ -90,11 +132,7 @@ class Thinker:
         Raises:
             ConfigError: Either is out of bounds.
         """
-        if not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
-            raise ConfigError("max_new_tokens", max_new_tokens, f"1 to {MAX_NEW_TOKENS}")
-        prompt = self._prompt(question)
-        if len(prompt) > MAX_PROMPT_TOKENS:
-            raise ConfigError("question", question, f"up to {MAX_PROMPT_TOKENS} tokens; this has {len(prompt)}")
+        prompt = self.chat.prompt(question, max_new_tokens)
         return ThinkerRequest(torch.tensor([prompt]), self._new_cache(config=self._model.config), max_new_tokens)
 
     def step(self, request: ThinkerRequest) -> Step | None:
@@ -113,25 +151,7 @@ class Thinker:
         request.next_ids = torch.tensor([[token_id]])
         request.tokens_left -= 1
         request.finished = token_id == END_ID or request.tokens_left == 0
-        piece = "" if token_id == END_ID else request.pieces.push(token_id, self.decode)
-        if request.finished:
-            piece += request.pieces.flush(self.decode)
-        return Step(token_id, piece, request.finished)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Give the text of token ids; bytes that are no UTF-8 become U+FFFD, special tokens nothing."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _prompt(self, question: str) -> list[int]:
-        """Give the ids of the model's chat template: system turn, user turn, the opened turn of the assistant."""
-        system, user = self._turn("system", SYSTEM_PROMPT), self._turn("user", question)
-        return [*system, *user, START_ID, *self._encode("assistant\n")]
-
-    def _turn(self, role: str, text: str) -> list[int]:
-        return [START_ID, *self._encode(f"{role}\n{text}"), END_ID, *self._encode("\n")]
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.chat.step(request.pieces, token_id, finished=request.finished)
 
 
 def _load_model(path: Path) -> Any:

@@ -139,7 +139,7 @@ def _add_int(walk: _Walk, value: int) -> None:
     if wire.SMALLEST_INT <= value <= wire.LARGEST_INT:
         walk.nodes.append(value)
         return
-    bits = value.bit_length() + 1  # with its sign
+    bits = (value if value >= 0 else ~value).bit_length() + 1  # with its sign, in two's complement
     if bits > wire.MAX_INT_BYTES * 8:
         walk.refuse(f"an int of {bits} bits", f"{wire.MAX_INT_BYTES * 8} bits at most")
     walk.nodes.append(wire.IntNode(value.to_bytes((bits + 7) // 8, "little", signed=True)))
