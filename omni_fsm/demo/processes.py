@@ -1,7 +1,9 @@
 """The stages' processes, as the front sees them."""
 
 import contextlib
+import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,12 @@ class StageProcess:
         self.killed_ns: int | None = None
         command = [sys.executable, "-m", "omni_fsm.demo.stage_process"]
         self._process = subprocess.Popen(  # noqa: S603 - our own program
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # a group of its own, with whatever processes its model starts
         )
         self._tell(msgspec.json.encode(plan))
 
@@ -58,7 +65,7 @@ class StageProcess:
         heard = output is not None and select.select([output], [], [], within_s)[0]
         line = output.readline() if output is not None and heard else ""
         if not line:
-            self._process.kill()
+            self._kill_group()
             raise StageDiedError(self.name, self._process.wait())
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
@@ -69,8 +76,13 @@ class StageProcess:
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._process.kill()
+        self._kill_group()
         self.killed_ns = time.monotonic_ns()
+
+    def _kill_group(self) -> None:
+        """The processes of its model, too: a vLLM engine outlives whoever started it."""
+        with contextlib.suppress(ProcessLookupError):  # all are gone
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def dismiss(self) -> None:
         """Let it exit. Idempotent."""
@@ -81,11 +93,10 @@ class StageProcess:
     def close(self) -> None:
         """Let it exit, and make sure of it. Idempotent."""
         self.dismiss()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill_group()
+        self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
 
