@@ -1,7 +1,7 @@
 """The half of a KV transfer: marked once, one outcome, and blocks that are held until nobody can touch them."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.half import Half, Moved
@@ -41,12 +41,6 @@ class KvTransferHalf(Half[KvTransferState, KvTransferEvent, KvTransferBookkeepin
     def key(self) -> Hashable:
         """See `Half.key`."""
         return self.edge, self.identity, self.state, self.blocks, self.open_pieces, self.begun, self.repeats, self.cause
-
-    def copy(self) -> Self:
-        """See `Half.copy`."""
-        twin = type(self)(self.table, self.edge, self.identity)
-        twin.__dict__.update(self.__dict__)
-        return twin
 
     # What the scheduler and the runner say
 
