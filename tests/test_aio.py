@@ -1,6 +1,7 @@
 """A stage whose requests are coroutines: it keeps the rules of every runner, and hands out cancels and errors both ways."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_a_stage_that_stops_serving_cancels_what_runs_and_both_sides_are_told() 
         (lambda _: None, "ConfigError: work: None cannot be used; accepted: a function that gives an async generator"),
         (
             add,
-            "ConfigError: work: 1 cannot be used; accepted: a generator that yields nothing: the stage has no output",
+            "ConfigError: work: 'int' cannot be used; accepted: a generator that yields nothing: the stage has no output",
         ),
     ],
 )
@@ -228,3 +229,130 @@ def test_work_that_cannot_be_is_refused_where_it_is_used(work: Any, said: str) -
     assert failed[0].startswith(f"error({said}")
     with pytest.raises(ConfigError, match="source: None cannot be used"):
         AsyncStage(StageConfig(stage="adder"), work, source=None)  # type: ignore[arg-type]
+
+
+async def echo(request: StageRequest) -> AsyncIterator[Any]:
+    async for taken in request.frames():
+        if taken.payload is not None:
+            yield taken.payload
+
+
+def test_room_that_comes_back_while_a_refusal_is_looked_at_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(request: StageRequest) -> AsyncIterator[Any]:
+        async for taken in request.frames():
+            if taken.payload is not None:
+                for number in range(40):
+                    yield b"x" * 1_000 + b"%d" % number
+
+    around = Around(work, backlog_bytes=2_000)
+    submit = around.stage.adapter.submit_chunk
+
+    def slow(*given: Any, **named: Any) -> Any:
+        admission = submit(*given, **named)
+        if not admission.accepted:
+            time.sleep(0.02)  # meanwhile the outbox makes room
+        return admission
+
+    monkeypatch.setattr(around.stage.adapter, "submit_chunk", slow)
+
+    async def script() -> None:
+        request, _ = around.front.open("r")
+        around.front.end(request, 1)
+        await around.until(lambda: around.taken and around.taken[-1].kind is TakenKind.END)
+
+    play(around, script)
+    assert len(around.taken) == 41
+    assert around.last_told.failed == {}
+
+
+@pytest.mark.parametrize("how", ["cancel", "shutdown"])
+def test_a_generator_is_told_of_what_its_own_host_does(how: str) -> None:
+    around = Around(echo)
+
+    async def script() -> None:
+        around.front.submit_chunk(around.front.open("r")[0], 1)
+        await around.until(lambda: around.taken)
+        if how == "cancel":
+            around.stage.cancel("adder-0", "the operator")
+        else:
+            await asyncio.to_thread(around.stage.adapter.shutdown)
+        await around.until(lambda: around.front_told.failed and not around.stage.num_requests)
+
+    async def both() -> None:
+        serving = asyncio.create_task(around.stage.serve())
+        await script()
+        if how == "cancel":
+            serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)  # a shutdown ends it by itself
+
+    with around.front, around.last:
+        asyncio.run(asyncio.wait_for(both(), PATIENCE_S))
+    said = "the operator" if how == "cancel" else "shutdown"
+    assert [str(cause) for cause in around.front_told.failed.values()] == [f"cancelled({said})"]
+
+
+def test_a_generator_that_swallows_its_cancel_gets_no_more_frames_and_keeps_nobody() -> None:
+    async def work(request: StageRequest) -> AsyncIterator[Any]:
+        while True:
+            try:
+                async for taken in request.frames():
+                    yield taken.payload
+            except asyncio.CancelledError:
+                continue
+            if request.cause is not None:
+                await asyncio.Event().wait()
+            return
+
+    around = Around(work, shutdown_grace_s=0.2)
+
+    async def both() -> None:
+        serving = asyncio.create_task(around.stage.serve())
+        request, _ = around.front.open("r")
+        around.front.submit_chunk(request, 1)
+        await around.until(lambda: around.taken)
+        around.front.fail(request, "broken")
+        await around.until(lambda: around.last_told.failed)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert around.stage.adapter.lifecycle.state == "closed"
+
+    with around.front, around.last:
+        asyncio.run(asyncio.wait_for(both(), PATIENCE_S))
+
+
+def test_a_cancel_that_nobody_asked_for_is_a_failure_of_the_work() -> None:
+    async def work(request: StageRequest) -> AsyncIterator[Any]:
+        async for taken in request.frames():
+            yield taken.payload
+            raise asyncio.CancelledError
+
+    around = Around(work)
+
+    async def script() -> None:
+        around.front.submit_chunk(around.front.open("r")[0], 1)
+        await around.until(lambda: around.front_told.failed and around.last_told.failed)
+
+    play(around, script)
+    for told in (around.front_told, around.last_told):
+        assert [str(cause) for cause in told.failed.values()] == ["error(CancelledError: inside the work)"]
+
+
+def test_a_generator_that_never_waits_lets_others_live() -> None:
+    async def work(request: StageRequest) -> AsyncIterator[Any]:
+        number = 0
+        while request.identity.external_id == "busy":
+            yield number
+            number += 1
+        async for taken in request.frames():
+            yield taken.payload
+
+    around = Around(work)
+
+    async def script() -> None:
+        busy, _ = around.front.open("busy")
+        quiet, _ = around.front.open("quiet")
+        around.front.end(quiet, "heard")
+        await around.until(lambda: any(taken.payload == "heard" for taken in around.taken))
+        around.front.cancel(busy)
+
+    play(around, script)

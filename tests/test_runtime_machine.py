@@ -410,7 +410,7 @@ class StageMachine(RuleBasedStateMachine):
             self.follow_answer(frame.identity)
 
     def follow_answer(self, identity: Identity) -> None:
-        if self.answered == "register" and self.book.closing:
+        if self.answered in {"register", "later"} and self.book.closing:
             self.book.turn_away(identity, cancelled("shutdown"))
         elif self.answered == "register":
             self.book.told["registered"][name_of(identity)] = identity

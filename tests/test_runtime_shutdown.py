@@ -67,14 +67,12 @@ def test_what_a_shutdown_is_for_ends_every_request_and_each_that_comes_later() -
     assert stage.rest() == {}
 
 
-class Closing(ScriptedConnector):
-    """Notes that it was closed."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.unlocked()
-        self.closed = True
+def test_an_offer_that_is_put_off_while_the_stage_shuts_down_is_told_at_once() -> None:
+    stage = middle(answer=lambda _: Later())
+    lost = Cause(Outcome.ERROR, "the device is gone")
+    stage.runtime.begin_shutdown(lost)
+    stage.come(opening(NEW))
+    assert stage.source.stopped == [(NEW, lost)]
 
 
 @pytest.mark.parametrize(

@@ -118,5 +118,27 @@ def test_a_step_that_raises_is_heard_by_the_caller_and_by_the_peer() -> None:
     assert talker.lifecycle.state == "broken"
     pair.turn(pair.thinker)
     assert [cause.reason for cause in pair.told.failed.values()] == ["peer_lost"]
-    assert talker.shutdown()
+    assert not talker.shutdown()  # no end went out
     assert talker.lifecycle.state == "closed"
+
+
+def test_a_shutdown_before_the_start_leaves_the_ends_open_too() -> None:
+    pair = Pair()
+    stage = StageRunnerAdapter(StageConfig(stage="thinker"), sink=pair.sink, synchronous=True)
+    assert stage.shutdown()
+    pair.turn()
+    assert pair.sink.health().connected
+
+
+def test_a_stage_that_has_given_its_ends_back_takes_nothing_from_its_successor() -> None:
+    pair = Pair()
+    pair.turn()
+    assert pair.talker.shutdown()
+    new = StageRunnerAdapter(StageConfig(stage="talker"), source=pair.source, synchronous=True)
+    request, identity = pair.thinker.open("r")
+    pair.thinker.submit_chunk(request, 1)
+    pair.turn(pair.thinker)
+    assert not pair.talker.collect_feedback()
+    assert list(new.collect_feedback().registered.values()) == [identity]
+    pair.turn(pair.thinker, new)
+    assert pair.told.failed == {}

@@ -1,13 +1,15 @@
 """A stage with its real threads: a producer that hangs or raises, a step that raises, starts, shutdowns, observers."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from connector_peer import End
@@ -21,6 +23,7 @@ from omni_fsm.protocol.identity import Edge, Identity
 from omni_fsm.runtime import (
     Failure,
     Feedback,
+    Lifecycle,
     ProducerContext,
     StageConfig,
     StageRuntime,
@@ -198,7 +201,7 @@ def test_a_step_that_raises_fails_every_request_and_ends_the_stage(end: str, met
         thread.join(PATIENCE_S)
     assert threads_alive() == []  # by itself: nobody may know yet that it must be shut down
     began_s = time.monotonic()
-    assert threads.shutdown()
+    assert not threads.shutdown()  # no end went out
     assert time.monotonic() - began_s < 1.0
     assert sorted({what for what, _, _ in seen.reasons}) == ["crashed", "failed"]
 
@@ -217,6 +220,90 @@ def test_a_stage_starts_once_and_never_after_its_shutdown() -> None:
     assert threads.shutdown()
     with pytest.raises(OmniFsmError, match="connector thinker: event started refused in state closed"):
         threads.start()
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_a_shutdown_that_is_broken_off_closes_the_stage_all_the_same() -> None:
+    sink, _ = memory_pair(Hello(OUT))  # nobody steps the other end: it cannot flush
+    threads, _ = stage_with(sink)
+    threads.start()
+    assert threads.runtime.register("r", R1).accepted
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        threads.shutdown(5.0)
+    interrupt.join()
+    assert threads.state == "closed"
+    assert threads.shutdown(float("inf")) is False  # at once
+
+
+class ShutsDown:
+    """An observer that shuts the stage down when something fails in it."""
+
+    lifecycle: Lifecycle
+    answers: ClassVar[list[bool]] = []
+
+    def on_transition(self, transition: Transition) -> None:
+        """Nothing to do."""
+
+    def on_failure(self, failure: Failure) -> None:
+        self.answers.append(self.lifecycle.shutdown())
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_a_shutdown_from_a_hook_in_the_middle_of_a_shutdown_does_not_wait_for_itself() -> None:
+    sink, _ = memory_pair(Hello(OUT))
+    observer = ShutsDown()
+    runtime = StageRuntime(
+        StageConfig(stage="thinker"), source=None, sink=sink, host=ScriptedHost(), observers=(observer,)
+    )
+    observer.lifecycle = threads = StageThreads(runtime)
+    threads.start()
+    assert runtime.register("r", R1).accepted
+    assert threads.shutdown(0.02) is False  # its report of the marker that is lost is the hook
+    assert observer.answers == [False]
+
+
+class ClosesBadly(BlockingConnector):
+    def close(self) -> None:
+        super().close()
+        raise OSError("the descriptor is gone")
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_an_end_that_cannot_be_closed_does_not_keep_the_other_open() -> None:
+    source, sink = ClosesBadly(IN, sends=False), ClosesBadly(OUT, sends=True)
+    threads, _ = stage_with(sink, source)
+    threads.start()
+    with pytest.raises(OSError, match="the descriptor is gone"):
+        threads.shutdown(0.0)
+    assert source.closed.is_set()
+    assert sink.closed.is_set()
+    assert threads.state == "closed"
+    assert threads.shutdown() in (True, False)  # it does not wait
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_a_shutdown_meets_a_start_that_is_not_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "thinker-outbox":
+            time.sleep(0.2)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    sink = BlockingConnector(OUT, sends=True)
+    threads, _ = stage_with(sink)
+    starting = threading.Thread(target=threads.start)
+    starting.start()
+    time.sleep(0.05)
+    assert threads.shutdown(0.1)
+    starting.join()
+    assert sink.closed.is_set()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while threads_alive() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("no_threads")

@@ -59,6 +59,24 @@ def test_a_stage_runs_on_the_ends_that_it_was_given(tmp_path: Path) -> None:
         assert (taken.kind, taken.payload) == (TakenKind.END, {"tokens": [1, 2]})
 
 
+def test_an_end_in_memory_is_open_once_and_its_successor_meets_the_neighbour() -> None:
+    line = Wiring(LINE)
+    sink, talker = line.open("thinker").sink, line.open("talker")
+    assert sink is not None
+    assert talker.source is not None
+    assert talker.sink is not None
+    with pytest.raises(ConfigError, match="an edge whose sending end is not open already"):
+        line.open("thinker")
+    for end in (talker.source, talker.sink):
+        end.close()
+    successor = line.open("talker").source
+    assert successor is not None
+    for _ in range(3):
+        sink.wait(0.0)
+        successor.wait(0.0)
+    assert successor.health().connected
+
+
 def test_copies_of_a_pipeline_in_one_directory_never_meet(tmp_path: Path) -> None:
     both = Wiring([{"from_stage": "a", "to_stage": "b"}], {"directory": str(tmp_path / "edges")})
     first, second = both.open("b"), both.open("b", replica_id=1)
@@ -109,6 +127,15 @@ AB = {"from_stage": "a", "to_stage": "b"}
         ([{**AB, "mode": "half"}], "edges[0].mode: 'half' cannot be used; accepted: chunks or full_payload"),
         ([AB, {"from_stage": "c", "to_stage": "b"}], "edges[1].to_stage: 'b' cannot be used; accepted: a stage of no"),
         ([AB, {"from_stage": "a", "to_stage": "c"}], "edges[1].from_stage: 'a' cannot be used"),
+        ([{**AB, "extra": {1: 2}}], "edges[0].extra: 1 cannot be used; accepted: keys that are text"),
+        ([{**AB, "connector": "memory", "extra": {"room": 1}}], "edges[0].extra: {'room': 1} cannot be used"),
+        ([{"from_stage": "a", "to_stage": "a"}], "edges[0].to_stage: 'a' cannot be used; accepted: another stage"),
+        ([{"from_stage": "", "to_stage": "a"}], "edges[0].from_stage: '' cannot be used"),
+        (
+            [{"from_stage": "a@1", "to_stage": "b"}],
+            "edges[0].from_stage: 'a@1' cannot be used; accepted: a name without @",
+        ),
+        (None, "edges: None cannot be used; accepted: a list of edges"),
     ],
 )
 def test_an_edge_that_cannot_be_is_refused_by_the_name_of_the_field(edges: list[Any], said: str) -> None:
@@ -125,6 +152,7 @@ def test_an_edge_that_cannot_be_is_refused_by_the_name_of_the_field(edges: list[
         ({"directory": "{}", "size": 1}, "edges[0].extra.size: 1 cannot be used; accepted: one of directory"),
         ({"directory": "{}", "arena_bytes": 1}, "edges[0].extra.arena_bytes: 1 cannot be used"),
         ({"directory": "{}/no/such"}, "edges[0].extra.directory: "),
+        ({"directory": "\0"}, "edges[0].extra: {'directory': '\\x00'} cannot be used; accepted: what can be used: "),
     ],
 )
 def test_settings_of_a_connector_are_refused_with_their_edge(tmp_path: Path, extra: dict[str, Any], said: str) -> None:

@@ -7,6 +7,7 @@ stage runs it, gives it its frames, sends what it yields, cancels it when the re
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,10 @@ from typing import Any
 
 from omni_fsm.adapters.runner import AcceptAll, StageRunnerAdapter
 from omni_fsm.connectors.port import Connector
-from omni_fsm.protocol.errors import ConfigError
-from omni_fsm.protocol.frames import Cause
+from omni_fsm.protocol.errors import ConfigError, OmniFsmError
+from omni_fsm.protocol.frames import Cause, Outcome
 from omni_fsm.protocol.identity import Identity
-from omni_fsm.runtime import Feedback, Observer, Producer, StageConfig, Standing, Taken, TakenKind, passthrough
+from omni_fsm.runtime import Feedback, Observer, Producer, StageConfig, Taken, TakenKind, passthrough
 
 _log = logging.getLogger("omni_fsm.aio")
 
@@ -50,7 +51,7 @@ class StageRequest:
 
         Waits for each. When the request ends early its generator is cancelled, here or wherever it waits.
         """
-        while not self._input_over:
+        while not self._input_over and self.cause is None:
             self.more.clear()
             taken = self._adapter.take(self.internal_id)
             if (
@@ -71,14 +72,17 @@ class StageRequest:
             ConfigError: The stage has no output.
         """
         if self._adapter.runtime.sink is None:
-            raise ConfigError("work", payload, "a generator that yields nothing: the stage has no output")
+            accepted = "a generator that yields nothing: the stage has no output"
+            raise ConfigError("work", type(payload).__name__, accepted)
         is_end = isinstance(payload, SegmentEnd)
         output = payload.payload if is_end else payload
         while True:
             self.room.clear()
-            if self._adapter.submit_chunk(self.internal_id, output, segment_end=is_end).accepted:
+            admission = self._adapter.submit_chunk(self.internal_id, output, segment_end=is_end)
+            if admission.accepted:
+                await asyncio.sleep(0)  # a generator that waits for nothing lets others live
                 return True
-            if self._adapter.runtime.standings([self.internal_id])[self.internal_id] is not Standing.NO_ROOM:
+            if not admission.no_room:
                 return False
             await self.room.wait()
 
@@ -143,13 +147,31 @@ class AsyncStage:
     # Serving
 
     async def serve(self) -> None:
-        """Serve requests until this is cancelled; then every request is, and the stage is shut down."""
+        """Serve requests until this is cancelled; then every request is, and the stage is shut down.
+
+        Returns when somebody else shuts the stage down.
+
+        Raises:
+            OmniFsmError: The stage has died of a bug; its words are the cause of every request.
+        """
         self.adapter.start()
         try:
-            while True:
+            while self.adapter.runtime.closing is None or self._tasks:
                 await self.cycle()
         finally:
             await self.aclose()
+        closing = self.adapter.runtime.closing
+        if closing is not None and closing.outcome is Outcome.ERROR:
+            raise OmniFsmError(closing.reason)
+
+    def cancel(self, internal_id: str, reason: str = "cancelled") -> None:
+        """Cancel a request here: its generator is cancelled, and every other stage hears it.
+
+        Called by: the event loop. Unknown ids change nothing.
+        """
+        if (live := self._tasks.get(internal_id)) is not None:
+            self.adapter.cancel(internal_id, reason)
+            self._stop(*live, Cause(Outcome.CANCELLED, reason, time.monotonic_ns()))
 
     async def cycle(self, timeout_s: float | None = None) -> None:
         """Act on what has happened, once; waits for something to happen.
@@ -167,15 +189,16 @@ class AsyncStage:
         self._hear(self.adapter.collect_feedback())
 
     async def aclose(self) -> None:
-        """Cancel every request, and shut the stage down. Idempotent."""
-        running = [task for _, task in self._tasks.values()]
-        for request, task in list(self._tasks.values()):
-            if request.cause is None:
-                self.adapter.cancel(request.internal_id, "shutdown")
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await asyncio.to_thread(self.adapter.shutdown)
-        self.adapter.collect_feedback()  # nobody is left to act on it
+        """Cancel every request, and shut the stage down. Idempotent; a generator that does not end is left after the grace."""
+        for internal_id in list(self._tasks):
+            if self._tasks[internal_id][0].cause is None:
+                self.cancel(internal_id, "shutdown")
+        try:
+            if running := [task for _, task in self._tasks.values()]:
+                await asyncio.wait(running, timeout=self.adapter.runtime.config.shutdown_grace_s)
+        finally:
+            await asyncio.shield(asyncio.to_thread(self.adapter.shutdown))
+            self.adapter.collect_feedback()  # nobody is left to act on it
 
     @property
     def num_requests(self) -> int:
@@ -196,13 +219,23 @@ class AsyncStage:
             if (live := self._tasks.get(internal_id)) is None:
                 self.adapter.release(internal_id)
                 continue
-            request, task = live
-            request.cause = cause
-            task.cancel()
+            self._stop(*live, cause)
         for names, event in ((told.ready, "more"), (told.resumed, "room")):
             for internal_id in names:
                 if (live := self._tasks.get(internal_id)) is not None:
                     getattr(live[0], event).set()
+
+        closing = self.adapter.runtime.closing
+        for request, task in list(self._tasks.values()):
+            if closing is not None:
+                self._stop(request, task, closing)  # its host is told nothing of a request that it ends itself
+
+    @staticmethod
+    def _stop(request: StageRequest, task: "asyncio.Task[None]", cause: Cause) -> None:
+        """Cancel a generator, once: what it does then to clean up is its own."""
+        if request.cause is None:
+            request.cause = cause
+            task.cancel()
 
     async def _run(self, request: StageRequest) -> None:
         """One life, from its first frame to its end."""
@@ -213,14 +246,23 @@ class AsyncStage:
                         return  # it is over: the feedback says why
             if self.adapter.runtime.sink is not None:
                 self.adapter.end(request.internal_id)
-        except Exception as error:  # noqa: BLE001 - becomes an event: the request fails, all others are served on
+        except asyncio.CancelledError:
+            if request.cause is not None:
+                raise
+            self.adapter.fail(
+                request.internal_id, "CancelledError: inside the work"
+            )  # nobody has cancelled the request
+        except BaseException as error:  # becomes an event: the request fails, all others are served on
             _log.debug("%s: the work of %s raised", self.adapter.runtime.config.stage, request.identity, exc_info=error)
             self.adapter.fail(request.internal_id, f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
 
     def _over(self, internal_id: str, _: "asyncio.Task[None]") -> None:
         """A generator has come to its end, in whatever way; one that was cancelled before it began, too."""
         del self._tasks[internal_id]
         self.adapter.release(internal_id)
+        self._woken.set()  # `serve` may have waited for the last one
 
     @staticmethod
     def _checked(work: Any) -> Any:

@@ -12,7 +12,8 @@ from omni_fsm.runtime import Observer, Offer, ProducerContext, StageConfig
 class StageRunnerMixin:
     """A base class that makes a runner the host of a stage: its hooks and its producer are the runner's own methods.
 
-    It adds one attribute and no state: all that the runner calls is at ``self.stage``. Override what you need of the three hooks.
+    A runner that has the methods of an `Observer` is told, too. The mixin adds one attribute and no state: all that the
+    runner calls is at ``self.stage``. Override what you need of the three hooks.
 
     Attributes:
         stage: The runner's stage, from `init_stage` on.
@@ -45,13 +46,14 @@ class StageRunnerMixin:
             ConfigError: See `StageRuntime`.
         """
         self._accepts = AcceptAll(config.stage)
+        own = [self] if isinstance(self, Observer) else []
         self.stage = StageRunnerAdapter(
             config,
             source=source,
             sink=sink,
             producer=self.produce,
             host=self,
-            observers=observers,
+            observers=[*observers, *own],
             synchronous=synchronous,
         )
 

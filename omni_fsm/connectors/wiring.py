@@ -1,5 +1,6 @@
 """Which connectors a stage needs, and how they are made: from the edges of a pipeline, each told once for both of its ends."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
@@ -7,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from omni_fsm.connectors.connector import DEFAULT_MAX_FRAME_BYTES
-from omni_fsm.connectors.memory import memory_pair
+from omni_fsm.connectors.memory import MemoryEdge
 from omni_fsm.connectors.port import CHUNKS, FULL_PAYLOAD, Connector, Hello
 from omni_fsm.connectors.shm import DEFAULT_ARENA_BYTES, RETRY_S, shm_receiver, shm_sender
 from omni_fsm.protocol.errors import ConfigError
-from omni_fsm.protocol.identity import Edge
+from omni_fsm.protocol.identity import MAX_STAGE_NAME_BYTES, Edge, checked_text
 
 Factory = Callable[[Hello, bool, Mapping[str, Any]], Connector]
 """Makes one end of an edge: from what it says, whether it is the sending one, and the edge's ``extra``."""
@@ -73,14 +74,17 @@ class Wiring:
     """
 
     def __init__(self, edges: Iterable[EdgeConfig | Mapping[str, Any]], extra: Mapping[str, Any] | None = None) -> None:
+        if isinstance(edges, str | Mapping) or not isinstance(edges, Iterable):
+            raise ConfigError("edges", edges, "a list of edges")
         self.edges = tuple(_converted(f"edges[{at}]", edge, EdgeConfig) for at, edge in enumerate(edges))
-        self._extra = dict(extra or {})
-        self._waiting: dict[
-            Edge, tuple[Connector, Connector]
-        ] = {}  # pairs in memory of which one end is to be asked for
+        self._extra = _texted("extra", {} if extra is None else extra)
+        self._memory: dict[Edge, MemoryEdge] = {}
+        self._meeting = threading.Lock()
         self._check()
 
     def _check(self) -> None:
+        for at, edge in enumerate(self.edges):
+            self._check_names(at, edge)
         for side in ("from_stage", "to_stage"):
             stages = [getattr(edge, side) for edge in self.edges]
             for at, stage in enumerate(stages):
@@ -91,6 +95,20 @@ class Wiring:
                 raise ConfigError(f"edges[{at}].mode", edge.mode, f"{CHUNKS} or {FULL_PAYLOAD}")
             if edge.connector not in (*_FACTORIES, _MEMORY):
                 raise ConfigError(f"edges[{at}].connector", edge.connector, " or ".join((*_FACTORIES, _MEMORY)))
+
+    def _check_names(self, at: int, edge: EdgeConfig) -> None:
+        for side in ("from_stage", "to_stage"):
+            name = getattr(edge, side)
+            checked_text(f"edges[{at}].{side}", name, MAX_STAGE_NAME_BYTES)
+            if _REPLICA in name:
+                raise ConfigError(
+                    f"edges[{at}].{side}", name, f"a name without {_REPLICA}, which marks the copies of a stage"
+                )
+        if edge.from_stage == edge.to_stage:
+            raise ConfigError(f"edges[{at}].to_stage", edge.to_stage, "another stage than the one that sends")
+        _texted(f"edges[{at}].extra", edge.extra)
+        if edge.connector == _MEMORY and edge.extra:
+            raise ConfigError(f"edges[{at}].extra", edge.extra, "nothing: a connector in memory has no settings")
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -162,15 +180,21 @@ class Wiring:
         try:
             return _FACTORIES[edge.connector](hello, sends, {**self._extra, **edge.extra})
         except ConfigError as error:
-            field = error.field if error.field.partition(".")[0] == "extra" else f"extra.{error.field}"
-            raise ConfigError(f"edges[{self.edges.index(edge)}].{field}", error.value, error.accepted) from error
+            field = error.field.removeprefix("extra").removeprefix(".")
+            inherited = field in self._extra and field not in edge.extra
+            place = "extra" if inherited else f"edges[{self.edges.index(edge)}].extra"
+            raise ConfigError(f"{place}.{field}" if field else place, error.value, error.accepted) from error
+        except (ValueError, OverflowError) as error:
+            settings = {**self._extra, **edge.extra}
+            raise ConfigError(
+                f"edges[{self.edges.index(edge)}].extra", settings, f"what can be used: {error}"
+            ) from error
 
     def _memory_end(self, hello: Hello, *, sends: bool) -> Connector:
-        """The end of a pair in this process; its other end is there for the neighbour."""
-        pair = self._waiting.pop(hello.edge, None)
-        if pair is None:
-            pair = self._waiting[hello.edge] = memory_pair(hello)
-        return pair[0 if sends else 1]
+        """An end inside this process; the neighbour, or its successor, meets it there."""
+        with self._meeting:
+            edge = self._memory.setdefault(hello.edge, MemoryEdge())
+        return edge.sender(hello) if sends else edge.receiver(hello)
 
 
 def replica_name(stage: str, replica_id: int) -> str:
@@ -181,7 +205,7 @@ def replica_name(stage: str, replica_id: int) -> str:
     """
     if type(replica_id) is not int or replica_id < 0:
         raise ConfigError("replica_id", replica_id, "an int from 0 up")
-    return f"{stage}@{replica_id}" if replica_id else stage
+    return f"{stage}{_REPLICA}{replica_id}" if replica_id else stage
 
 
 def _edge(edge: EdgeConfig, replica_id: int) -> Edge:
@@ -214,6 +238,20 @@ def _shm(hello: Hello, sends: bool, extra: Mapping[str, Any]) -> Connector:  # n
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
+def _texted(field: str, given: object) -> dict[str, Any]:
+    """A table of settings.
+
+    Raises:
+        ConfigError: It is none, or has a key that is no text.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(field, given, "a table of settings")
+    for key in given:
+        if not isinstance(key, str):
+            raise ConfigError(field, key, "keys that are text")
+    return dict(given)
+
+
 def _converted(field: str, given: object, kind: type[Config]) -> Config:
     """What a config file has, as the struct that it must be.
 
@@ -224,7 +262,9 @@ def _converted(field: str, given: object, kind: type[Config]) -> Config:
         given = msgspec.structs.asdict(given)
     if not isinstance(given, Mapping):
         raise ConfigError(field, given, f"a table of {', '.join(kind.__struct_fields__)}")
-    for key in given:
+    for key, value in _texted(field, given).items():
+        if isinstance(value, Mapping):
+            _texted(f"{field}.{key}", value)
         if key not in kind.__struct_fields__:
             raise ConfigError(f"{field}.{key}", given[key], f"one of {', '.join(kind.__struct_fields__)}")
     try:
@@ -237,5 +277,5 @@ def _converted(field: str, given: object, kind: type[Config]) -> Config:
         raise ConfigError(f"{field}.{name}" if name else field, given.get(name, dict(given)), expected) from None
 
 
-_MEMORY = "memory"
+_MEMORY, _REPLICA = "memory", "@"
 _FACTORIES: dict[str, Factory] = {"shm": _shm}

@@ -20,6 +20,7 @@ class Ending:
             core.closing = cause
             for identity in list(core.tables.unclaimed):
                 self._inbox.drop_unclaimed(turn, identity, cause)
+            core.woken(turn)  # it is told nothing of each, so that it looks
             for request in core.tables.snapshot():
                 request.host_knows = True
                 if request.receiver is not None:

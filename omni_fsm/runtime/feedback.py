@@ -10,10 +10,17 @@ from omni_fsm.protocol.identity import Identity
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Answer to a call that offers something: accepted, or refused with a reason and nothing changed."""
+    """Answer to a call that offers something: accepted, or refused with a reason and nothing changed.
+
+    Attributes:
+        accepted: Whether it was accepted.
+        reason: Why not.
+        no_room: Whether it was refused for the backlog's sake alone: ``resumed`` tells when to offer it again.
+    """
 
     accepted: bool
     reason: str = ""
+    no_room: bool = False
 
 
 ACCEPTED = Admission(accepted=True)

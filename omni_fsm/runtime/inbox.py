@@ -210,7 +210,9 @@ class Inbox:
                 with self.core.turn() as turn:
                     self.drop_unclaimed(turn, identity, self._cause(reason))
             case Later():
-                pass
+                with self.core.turn() as turn:
+                    if self.core.closing is not None:  # nobody registers it any more
+                        self.drop_unclaimed(turn, identity, self.core.closing)
             case other:  # a host without types
                 with self.core.turn() as turn:
                     self.drop_unclaimed(turn, identity, self._cause(f"stream_offered gave {other!r}"))

@@ -1,5 +1,6 @@
 """The life of a stage's connectors, whoever drives them: what specs/connector.toml says, and its effects."""
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 
@@ -24,6 +25,8 @@ class Lifecycle(ABC):
         self._moving = threading.Lock()
         self._closed = threading.Event()
         self._grace_s = 0.0
+        self._flushed = True
+        self._closer = 0  # the thread that shuts down
         runtime.drive(self)
 
     @property
@@ -38,16 +41,27 @@ class Lifecycle(ABC):
             grace_s: Seconds to wait; None: the config's ``shutdown_grace_s``.
 
         Returns:
-            Whether every end went out in time.
+            Whether every end went out in time. False at once where a hook calls it in the middle of that very shutdown.
         """
-        if not self._happened(ConnectorEvent.SHUTDOWN_BEGUN):
-            self._closed.wait()
-        if self._closed.is_set():
-            return self.runtime.wait_idle(0.0)
-        self._grace_s = self.runtime.config.shutdown_grace_s if grace_s is None else grace_s
-        flushed = self._flush(self._grace_s)
-        self._happened(ConnectorEvent.FLUSHED if flushed else ConnectorEvent.GRACE_OVER)
-        return flushed
+        grace_s = self.runtime.config.shutdown_grace_s if grace_s is None else grace_s
+        if self._happened(ConnectorEvent.SHUTDOWN_BEGUN):
+            self._drain(min(grace_s, threading.TIMEOUT_MAX))
+        elif self._closer == threading.get_ident() and not self._closed.is_set():
+            return False
+        self._closed.wait()
+        return self._flushed
+
+    def _drain(self, grace_s: float) -> None:
+        """Give the ends time; whatever happens meanwhile, a Ctrl-C too, the stage is closed afterwards."""
+        if self._closed.is_set():  # it never ran, or a step had raised
+            return
+        self._grace_s = grace_s
+        flushed = False
+        try:
+            flushed = self._flush(grace_s)
+        finally:
+            self._flushed = self._flushed and flushed
+            self._happened(ConnectorEvent.FLUSHED if flushed else ConnectorEvent.GRACE_OVER)
 
     # What the two kinds of driver do
 
@@ -102,10 +116,15 @@ class Lifecycle(ABC):
         with self._moving:
             cell = step(self._table, self._state, event, self.runtime.config.stage)
             self._state = cell.next
-        for effect in cell.effects:
-            self._do(effect, error)
-        if cell.next in self._table.final:
-            self._closed.set()
+            if event is ConnectorEvent.SHUTDOWN_BEGUN and not cell.ignored:
+                self._closer = threading.get_ident()
+        with contextlib.ExitStack() as left:
+            if cell.next in self._table.final:
+                left.callback(self._closed.set)
+            for effect in reversed(
+                cell.effects
+            ):  # the stack unwinds from its end; one that raises does not keep the others
+                left.callback(self._do, effect, error)
         return not cell.ignored
 
     def _do(self, effect: ConnectorEffect, error: BaseException | None) -> None:
@@ -115,14 +134,17 @@ class Lifecycle(ABC):
             case ConnectorEffect.END_REQUESTS:
                 self.runtime.begin_shutdown()
             case ConnectorEffect.REPORT_UNSENT:
+                self._flushed = self.runtime.wait_idle(0.0)
                 self.runtime.abandon(self._grace_s)
             case ConnectorEffect.STOP_THREADS:
                 self._halt()
                 self._join()
             case ConnectorEffect.CLOSE_ENDS:
-                for end in self.runtime.ends:
-                    end.close()
+                with contextlib.ExitStack() as ends:
+                    for end in self.runtime.ends:
+                        ends.callback(end.close)
             case ConnectorEffect.FAIL_REQUESTS:
+                self._flushed = False
                 if error is not None:
                     self.runtime.crash(error)
                 self._halt()

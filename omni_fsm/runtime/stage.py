@@ -108,6 +108,11 @@ class StageRuntime:
         return self._core.state.raw
 
     @property
+    def closing(self) -> Cause | None:
+        """Why the stage takes no more, once it shuts down or has died."""
+        return self._core.closing
+
+    @property
     def ends(self) -> tuple[Connector, ...]:
         """The ends of its edges, one or two."""
         return tuple(end for end in (self.source, self.sink) if end is not None)
@@ -260,7 +265,7 @@ class StageRuntime:
             self._core.sender_moved(turn, request, half.on_host_failed(cause))
         else:
             self._core.paused[request.internal_id] = None
-        return Admission(accepted=False, reason=reason)
+        return Admission(accepted=False, reason=reason, no_room=self._core.config.backlog_policy != "fail")
 
     def state(self, internal_id: str) -> StateView | None:
         """The request's producer state, for a runner that shares it with the producer.
@@ -468,7 +473,9 @@ class StageRuntime:
 
 def _observers(observers: Iterable[Observer], producer: Producer) -> tuple[Observer, ...]:
     told = tuple(observers)
-    return told if not isinstance(producer, Observer) or producer in told else (*told, producer)
+    if isinstance(producer, type) or not isinstance(producer, Observer) or any(each is producer for each in told):
+        return told
+    return (*told, producer)
 
 
 def _end_name(connector: Connector) -> str:

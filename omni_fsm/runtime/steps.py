@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from omni_fsm.protocol.names import ConnectorEvent
+from omni_fsm.protocol.names import ConnectorEvent, ConnectorState
 from omni_fsm.runtime.feedback import Feedback
 from omni_fsm.runtime.lifecycle import Lifecycle
 from omni_fsm.runtime.stage import StageRuntime
@@ -19,7 +19,7 @@ class StageSteps(Lifecycle):
     is enough to close them too: when a step raises, the peers must learn it.
 
     Called by: one thread at a time. Between two calls of ``run`` or ``collect_feedback`` nothing is sent, nothing arrives and no
-    deadline passes.
+    deadline passes. What a producer raises ends its request, a Ctrl-C that meets it there too.
 
     Args:
         runtime: The stage. Nobody else calls its steps.
@@ -28,16 +28,24 @@ class StageSteps(Lifecycle):
     def __init__(self, runtime: StageRuntime) -> None:
         self._tasks = self._frames = 0
         super().__init__(runtime)
+        self._happened(ConnectorEvent.LENT)
 
     def start(self) -> None:
-        """See `Lifecycle`; no thread is started."""
+        """See `Lifecycle`; no thread is started, it can run as soon as it is made."""
         self._happened(ConnectorEvent.LENT)
+
+    @property
+    def _drives(self) -> bool:
+        """Whether the ends are this stage's to drive: not once they were given back."""
+        return self.state in (ConnectorState.BORROWED, ConnectorState.RETURNING)
 
     def collect_feedback(self, timeout_s: float = 0.0) -> Feedback:
         """See `Lifecycle`; does all that can be done before it looks, and works on while it waits."""
         until_s = time.monotonic() + timeout_s
         self.run()
         while not (told := self.runtime.collect_feedback()) and (left_s := until_s - time.monotonic()) > 0:
+            if not self._drives:
+                return self.runtime.collect_feedback(left_s)
             self.run(min(left_s, _WAIT_S))
         return told
 
@@ -48,13 +56,13 @@ class StageSteps(Lifecycle):
             wait_s: If there was nothing, wait so long for the input edge (the output edge, where there is none), once.
 
         Returns:
-            Whether there was anything to do.
+            Whether there was anything to do; nothing after a shutdown.
 
         Raises:
             Exception: What a step raised that it never should. Every request has failed, and both ends are closed.
         """
-        worked = self._run()
-        if not worked and wait_s > 0:
+        worked = self._drives and self._run()
+        if not worked and wait_s > 0 and self._drives:
             due_ns = self.runtime.tick_once()
             if due_ns is not None:
                 wait_s = min(wait_s, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))

@@ -14,7 +14,7 @@ from omni_fsm.runtime.lifecycle import Lifecycle
 from omni_fsm.runtime.stage import StageRuntime
 
 _JOIN_S = 1.0
-"""How long a shutdown waits for a thread: one that hangs in a hook or a producer ends with the process."""
+"""How long a shutdown waits for the threads: one that hangs in a hook or a producer ends with the process."""
 
 
 class _Workers:
@@ -33,15 +33,29 @@ class _Workers:
 
     def wake(self) -> None:
         """There is one more step to take."""
-        with self._lock:
-            self._idle -= 1
-            if self._idle < 0 and len(self._threads) < self._limit and not self._stopping:
-                self._idle += 1
-                number = len(self._threads)
-                thread = threading.Thread(target=self._loop, name=f"{self._name}-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._steps.release()
+        try:
+            with self._lock:
+                self._idle -= 1
+                if self._idle < 0 and len(self._threads) < self._limit and not self._stopping:
+                    self._add()
+        finally:
+            self._steps.release()
+
+    def _add(self) -> None:
+        """One more worker. Where no thread can be had, those that there are take the step.
+
+        Raises:
+            RuntimeError: There is none at all.
+        """
+        thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            return
+        self._idle += 1
+        self._threads.append(thread)
 
     def _loop(self) -> None:
         while True:
@@ -100,8 +114,8 @@ class StageThreads(Lifecycle):
                 loops.append((name, partial(self._io_loop, connector, step)))
         for name, loop in loops:
             thread = threading.Thread(target=loop, name=f"{self.runtime.config.stage}-{name}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)  # a shutdown meanwhile joins those that run
 
     def _flush(self, grace_s: float) -> bool:
         return self.runtime.wait_idle(grace_s)
@@ -114,9 +128,10 @@ class StageThreads(Lifecycle):
             connector.wake()
 
     def _join(self) -> None:
+        until_s = time.monotonic() + _JOIN_S
         for thread in (*self._threads, *self._workers.stop()):
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     # Wake-ups
 
@@ -184,8 +199,10 @@ def on_sigterm(lifecycle: Lifecycle, then: Callable[[], None]) -> None:
     """
 
     def shut_down() -> None:
-        lifecycle.shutdown()
-        then()
+        try:
+            lifecycle.shutdown()
+        finally:
+            then()
 
     def handle(signum: int, _frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_IGN)

@@ -46,7 +46,7 @@ SCOPES = (
     ),
     Named(
         "credit for one frame, three chunks, registered late or never, one thing goes wrong",
-        101_711,
+        101_651,
         partial(PipelineScope, line(chunks=3, window_frames=1), wrongs=EVERY_WRONG, budget=1, meanwhile=True),
     ),
     Named(
