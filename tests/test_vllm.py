@@ -337,11 +337,3 @@ def test_a_killed_engine_s_process_ends_what_is_open_as_any_stage_s_does(tmp_pat
             assert (request["outcome"], request["reason"]) == ("error", "peer_lost")
         else:
             assert (request["outcome"], request["pcm_identical"]) == OK
-
-
-@pytest.mark.speech
-def test_a_cancel_at_the_last_stage_aborts_in_the_engine(tmp_path: Path) -> None:
-    report = run_demo("--engine", "vllm", "--cancel-at", "code2wav:2", out=tmp_path)
-    assert the_others(report, 2) == [OK, OK]
-    cancelled = report["requests"][2]
-    assert (cancelled["outcome"], cancelled["reason"]) == ("cancelled", "code2wav cancels request 2")

@@ -1,0 +1,114 @@
+"""The states that a step computed, on their way from the model runner to the scheduler, and the layer that takes them.
+
+vLLM runs its worker in the engine-core process or in processes of its own; on a CPU always in one of its own. So the worker
+does not talk to the stage: the states travel with vLLM's own ``ModelRunnerOutput``, and the scheduler, which knows what becomes
+of each request, hands them on.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.worker_base import WorkerBase
+
+from omni_fsm.adapters.vllm.stage import KEY, settings_of
+from omni_fsm.protocol.errors import ConfigError
+
+States = dict[str, torch.Tensor]
+"""By vLLM's request id: ``[tokens, hidden]`` of the tokens that the step computed, in the model's dtype, on the CPU."""
+
+_ATTRIBUTE = "omni_fsm_states"
+
+
+def states_of(output: Any) -> States:
+    """The states that a runner's output brings. Called by: the scheduler layer; they are the caller's."""
+    states: States = getattr(output, _ATTRIBUTE, {})
+    return states
+
+
+def check_worker(worker_cls: str) -> None:
+    """Refuse a worker that brings no states. Called by: the scheduler layer of a stage that sends, at start.
+
+    Raises:
+        ConfigError: It is no `StatesLayer`.
+    """
+    if not issubclass(resolve_obj_by_qualname(worker_cls), StatesLayer):
+        raise ConfigError("worker_cls", worker_cls, "omni_fsm.adapters.vllm.worker.StageWorker, in a stage that sends")
+
+
+class StatesLayer(WorkerBase):  # type: ignore[misc] # vLLM is not typed here
+    """A layer over one of vLLM's workers: adds the states of the pipeline's requests to what a step returns.
+
+    They are taken between the forward pass and the sampling, when the model runner holds them. Nothing is taken in an engine
+    without an output edge; with tensor parallelism one rank takes them, that whose output vLLM returns.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._takes = settings_of(self.vllm_config).sends and self.is_driver_worker
+        self._ours: set[str] = set()
+        self._lengths: dict[str, int] = {}
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """See vLLM's worker. Notes which requests of the step belong to the pipeline."""
+        if self._takes:
+            self._ours -= scheduler_output.finished_req_ids
+            self._ours |= {new.req_id for new in scheduler_output.scheduled_new_reqs if _is_ours(new.sampling_params)}
+            self._lengths = scheduler_output.num_scheduled_tokens
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See vLLM's worker. What it returns brings the states as well."""
+        gathered = self._gathered()
+        output = super().sample_tokens(grammar_output)
+        if gathered is None:
+            return output
+        return _Both(output, gathered) if isinstance(output, AsyncModelRunnerOutput) else _joined(output, gathered)
+
+    def _gathered(self) -> "_Gathered | None":
+        """A copy of the rows of the pipeline's requests, on the model's device: the next step may overwrite the batch."""
+        step = self.model_runner.execute_model_state
+        if step is None or not self._ours:
+            return None
+        names = list(self.model_runner.input_batch.req_ids)
+        lengths = [self._lengths[name] for name in names]
+        parts = zip(names, torch.split(step.hidden_states[: sum(lengths)], lengths), strict=True)
+        ours = {name: rows for name, rows in parts if name in self._ours}
+        return _Gathered([*ours], [*map(len, ours.values())], torch.cat([*ours.values()])) if ours else None
+
+
+class _Gathered(NamedTuple):
+    """Rows of several requests, one behind the other.
+
+    Attributes:
+        names: vLLM's ids of the requests.
+        lengths: How many rows each has.
+        rows: ``[sum of lengths, hidden]``, on the model's device.
+    """
+
+    names: list[str]
+    lengths: list[int]
+    rows: torch.Tensor
+
+
+class _Both(AsyncModelRunnerOutput):  # type: ignore[misc] # vLLM is not typed here
+    """An output that is still being copied from the device, and rows that are copied when vLLM asks for it."""
+
+    def __init__(self, output: Any, gathered: _Gathered) -> None:
+        self._output, self._gathered = output, gathered
+
+    def get_output(self) -> Any:
+        """See vLLM. Blocks until both are on the CPU."""
+        return _joined(self._output.get_output(), self._gathered)
+
+
+def _is_ours(sampling_params: Any) -> bool:
+    return sampling_params is not None and KEY in (sampling_params.extra_args or ())
+
+
+def _joined(output: Any, gathered: _Gathered) -> Any:
+    """The output, with each request's states in memory of their own: they may be kept for as long as the request lives."""
+    parts = torch.split(gathered.rows.cpu(), gathered.lengths)
+    setattr(output, _ATTRIBUTE, {name: rows.clone() for name, rows in zip(gathered.names, parts, strict=True)})
+    return output
