@@ -280,7 +280,7 @@ def test_an_end_that_cannot_be_closed_does_not_keep_the_other_open() -> None:
     assert source.closed.is_set()
     assert sink.closed.is_set()
     assert threads.state == "closed"
-    assert threads.shutdown() in (True, False)  # it does not wait
+    threads.shutdown()  # again: it neither waits nor raises
 
 
 @pytest.mark.usefixtures("no_threads")
