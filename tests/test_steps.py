@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from omni_fsm.adapters import Feedback, Hello, StageConfig, StageRunnerAdapter, TakenKind, memory_pair
+from omni_fsm.adapters import (
+    Failure,
+    Feedback,
+    Hello,
+    ProducerContext,
+    StageConfig,
+    StageRunnerAdapter,
+    TakenKind,
+    Transition,
+    memory_pair,
+)
 from omni_fsm.connectors import Connector
 from omni_fsm.protocol.errors import LocalProtocolError
 from omni_fsm.protocol.identity import Edge
@@ -142,3 +152,37 @@ def test_a_stage_that_has_given_its_ends_back_takes_nothing_from_its_successor()
     assert list(new.collect_feedback().registered.values()) == [identity]
     pair.turn(pair.thinker, new)
     assert pair.told.failed == {}
+
+
+class ShutsDown:
+    """An observer that shuts the stage down when something fails in it."""
+
+    def __init__(self) -> None:
+        self.stage: StageRunnerAdapter | None = None
+        self.answers: list[bool] = []
+
+    def on_transition(self, transition: Transition) -> None:
+        """Nothing to do."""
+
+    def on_failure(self, failure: Failure) -> None:
+        if self.stage is not None:
+            self.answers.append(self.stage.shutdown())
+
+
+@pytest.mark.timeout(30)  # where it waits for itself
+def test_a_shutdown_from_a_hook_in_the_middle_of_a_shutdown_does_not_wait_for_itself() -> None:
+    def producer(context: ProducerContext) -> Any:
+        if context.is_finished:
+            raise ValueError("the flush failed")
+        return context.output
+
+    pair, observer = Pair(), ShutsDown()
+    observer.stage = stage = StageRunnerAdapter(
+        StageConfig(stage="thinker"), sink=pair.sink, producer=producer, observers=[observer], synchronous=True
+    )
+    pair.turn(stage, pair.talker)
+    request, _ = stage.open("r")
+    stage.end(request, 1)
+    stage.shutdown()
+    assert observer.answers == [False]  # it was called on the thread that shuts down
+    assert stage.lifecycle.state == "closed"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from connector_peer import End
@@ -23,7 +23,6 @@ from omni_fsm.protocol.identity import Edge, Identity
 from omni_fsm.runtime import (
     Failure,
     Feedback,
-    Lifecycle,
     ProducerContext,
     StageConfig,
     StageRuntime,
@@ -235,33 +234,6 @@ def test_a_shutdown_that_is_broken_off_closes_the_stage_all_the_same() -> None:
     interrupt.join()
     assert threads.state == "closed"
     assert threads.shutdown(float("inf")) is False  # at once
-
-
-class ShutsDown:
-    """An observer that shuts the stage down when something fails in it."""
-
-    lifecycle: Lifecycle
-    answers: ClassVar[list[bool]] = []
-
-    def on_transition(self, transition: Transition) -> None:
-        """Nothing to do."""
-
-    def on_failure(self, failure: Failure) -> None:
-        self.answers.append(self.lifecycle.shutdown())
-
-
-@pytest.mark.usefixtures("no_threads")
-def test_a_shutdown_from_a_hook_in_the_middle_of_a_shutdown_does_not_wait_for_itself() -> None:
-    sink, _ = memory_pair(Hello(OUT))
-    observer = ShutsDown()
-    runtime = StageRuntime(
-        StageConfig(stage="thinker"), source=None, sink=sink, host=ScriptedHost(), observers=(observer,)
-    )
-    observer.lifecycle = threads = StageThreads(runtime)
-    threads.start()
-    assert runtime.register("r", R1).accepted
-    assert threads.shutdown(0.02) is False  # its report of the marker that is lost is the hook
-    assert observer.answers == [False]
 
 
 class ClosesBadly(BlockingConnector):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from test_demo import OK, run_demo, the_others
+from tiny_model import VOCABULARY, tiny_model
 
 from omni_fsm.adapters import Feedback, Hello, StageConfig, StageRunnerAdapter, TakenKind, memory_pair
 from omni_fsm.protocol.identity import Edge
@@ -20,24 +21,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 IN, OUT = Edge("front", "thinker"), Edge("thinker", "last")
 PATIENCE_S = 60.0
 NEW_TOKENS = 24
-VOCABULARY = 512
-
-
-def tiny_model(directory: Path) -> str:
-    """A random Qwen2 of two layers: only its config, the weights are vLLM's dummies."""
-    from transformers import Qwen2Config
-
-    Qwen2Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(directory)
-    return str(directory)
 
 
 class Stats:
@@ -76,7 +59,6 @@ class Engine:
         self.loop = asyncio.new_event_loop()
         arguments = AsyncEngineArgs(
             model=model,
-            load_format="dummy",
             dtype="float32",
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -132,6 +114,14 @@ async def think(request: Any) -> AsyncIterator[Any]:
         ids += taken.payload or []
     async for output in request.generate({"prompt_token_ids": ids}, greedy()):
         yield list(output.outputs[0].token_ids)
+
+
+async def at_length(request: Any) -> AsyncIterator[Any]:
+    """A long answer to each chunk."""
+    async for taken in request.frames():
+        if taken.payload:
+            async for output in request.generate({"prompt_token_ids": taken.payload}, greedy(150)):
+                yield list(output.outputs[0].token_ids)
 
 
 class Around:
@@ -223,12 +213,6 @@ def test_32_requests_at_once_say_what_the_engine_says_directly(engine: Engine) -
 
 
 def test_a_cancel_in_mid_stream_frees_the_engine_of_the_request(engine: Engine) -> None:
-    async def at_length(request: Any) -> AsyncIterator[Any]:
-        async for taken in request.frames():
-            if taken.payload:
-                async for output in request.generate({"prompt_token_ids": taken.payload}, greedy(150)):
-                    yield list(output.outputs[0].token_ids)
-
     around = Around(engine, at_length)
 
     async def script() -> None:
@@ -295,12 +279,6 @@ def test_a_reused_id_never_meets_its_predecessor_in_the_engine(engine: Engine) -
 
 def test_an_engine_that_dies_ends_every_open_request_at_once(tmp_path: Path) -> None:
     engine = Engine(tiny_model(tmp_path / "tiny"))
-
-    async def at_length(request: Any) -> AsyncIterator[Any]:
-        async for taken in request.frames():
-            if taken.payload:
-                async for output in request.generate({"prompt_token_ids": taken.payload}, greedy(150)):
-                    yield list(output.outputs[0].token_ids)
 
     around = Around(engine, at_length)
 

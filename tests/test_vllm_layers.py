@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import VOCABULARY, tiny_model
 
 from omni_fsm.adapters import Generations, ProducerContext, StageConfig, StageRunnerAdapter, TakenKind, Wiring
 from omni_fsm.protocol.errors import ConfigError
@@ -31,7 +32,7 @@ TAPS = "OMNI_FSM_TEST_TAPS"
 PATIENCE_S = 120.0
 NEW_TOKENS = 24
 LONG = 150
-VOCABULARY = 512
+
 NEAR = 1e-4
 """Two logits that are closer than this may change places when the batch is another."""
 
@@ -100,26 +101,6 @@ def __getattr__(name: str) -> Any:
 
 
 # What runs here
-
-
-def tiny_model(directory: Path) -> str:
-    """A random Qwen2 of two layers, large weights, so that few logits are close."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(11)
-    config = Qwen2Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        architectures=["Qwen2ForCausalLM"],
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
 
 
 class Stats:

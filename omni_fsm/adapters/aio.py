@@ -54,9 +54,7 @@ class StageRequest:
         while not self._input_over and self.cause is None:
             self.more.clear()
             taken = self._adapter.take(self.internal_id)
-            if (
-                taken.kind is TakenKind.NOT_YET or taken.kind is TakenKind.FAILED
-            ):  # the feedback tells of a failure, too
+            if taken.kind in (TakenKind.NOT_YET, TakenKind.FAILED):  # the feedback tells of a failure, too
                 await self.more.wait()
                 continue
             self._input_over = taken.kind is not TakenKind.CHUNK
@@ -220,15 +218,13 @@ class AsyncStage:
                 self.adapter.release(internal_id)
                 continue
             self._stop(*live, cause)
-        for names, event in ((told.ready, "more"), (told.resumed, "room")):
-            for internal_id in names:
-                if (live := self._tasks.get(internal_id)) is not None:
-                    getattr(live[0], event).set()
-
-        closing = self.adapter.runtime.closing
-        for request, task in list(self._tasks.values()):
-            if closing is not None:
-                self._stop(request, task, closing)  # its host is told nothing of a request that it ends itself
+        for internal_id in told.ready.keys() & self._tasks.keys():
+            self._tasks[internal_id][0].more.set()
+        for internal_id in told.resumed.keys() & self._tasks.keys():
+            self._tasks[internal_id][0].room.set()
+        if (closing := self.adapter.runtime.closing) is not None:
+            for live in self._tasks.values():
+                self._stop(*live, closing)  # a host is told nothing of the requests that it ends itself
 
     @staticmethod
     def _stop(request: StageRequest, task: "asyncio.Task[None]", cause: Cause) -> None:

@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from omni_fsm.connectors.connector import DEFAULT_MAX_FRAME_BYTES
 from omni_fsm.connectors.memory import MemoryEdge
 from omni_fsm.connectors.port import CHUNKS, FULL_PAYLOAD, Connector, Hello
+from omni_fsm.connectors.settings import converted, texted
 from omni_fsm.connectors.shm import DEFAULT_ARENA_BYTES, RETRY_S, shm_receiver, shm_sender
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.identity import MAX_STAGE_NAME_BYTES, Edge, checked_text
@@ -76,8 +77,8 @@ class Wiring:
     def __init__(self, edges: Iterable[EdgeConfig | Mapping[str, Any]], extra: Mapping[str, Any] | None = None) -> None:
         if isinstance(edges, str | Mapping) or not isinstance(edges, Iterable):
             raise ConfigError("edges", edges, "a list of edges")
-        self.edges = tuple(_converted(f"edges[{at}]", edge, EdgeConfig) for at, edge in enumerate(edges))
-        self._extra = _texted("extra", {} if extra is None else extra)
+        self.edges = tuple(converted(f"edges[{at}]", edge, EdgeConfig) for at, edge in enumerate(edges))
+        self._extra = texted("extra", {} if extra is None else extra)
         self._memory: dict[Edge, MemoryEdge] = {}
         self._meeting = threading.Lock()
         self._check()
@@ -106,7 +107,6 @@ class Wiring:
                 )
         if edge.from_stage == edge.to_stage:
             raise ConfigError(f"edges[{at}].to_stage", edge.to_stage, "another stage than the one that sends")
-        _texted(f"edges[{at}].extra", edge.extra)
         if edge.connector == _MEMORY and edge.extra:
             raise ConfigError(f"edges[{at}].extra", edge.extra, "nothing: a connector in memory has no settings")
 
@@ -228,53 +228,11 @@ def register_connector(name: str, factory: Factory) -> None:
 
 
 def _shm(hello: Hello, sends: bool, extra: Mapping[str, Any]) -> Connector:  # noqa: FBT001 - see Factory
-    settings = _converted("extra", extra, ShmExtra)
+    settings = converted("extra", extra, ShmExtra)
     folder, max_frame_bytes, retry_s = settings.directory, settings.max_frame_bytes, settings.retry_s
     if not sends:
         return shm_receiver(hello, folder, max_frame_bytes=max_frame_bytes, retry_s=retry_s)
     return shm_sender(hello, folder, arena_bytes=settings.arena_bytes, max_frame_bytes=max_frame_bytes, retry_s=retry_s)
-
-
-Config = TypeVar("Config", bound=msgspec.Struct)
-
-
-def _texted(field: str, given: object) -> dict[str, Any]:
-    """A table of settings.
-
-    Raises:
-        ConfigError: It is none, or has a key that is no text.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(field, given, "a table of settings")
-    for key in given:
-        if not isinstance(key, str):
-            raise ConfigError(field, key, "keys that are text")
-    return dict(given)
-
-
-def _converted(field: str, given: object, kind: type[Config]) -> Config:
-    """What a config file has, as the struct that it must be.
-
-    Raises:
-        ConfigError: Names the part that it cannot be.
-    """
-    if isinstance(given, msgspec.Struct):
-        given = msgspec.structs.asdict(given)
-    if not isinstance(given, Mapping):
-        raise ConfigError(field, given, f"a table of {', '.join(kind.__struct_fields__)}")
-    for key, value in _texted(field, given).items():
-        if isinstance(value, Mapping):
-            _texted(f"{field}.{key}", value)
-        if key not in kind.__struct_fields__:
-            raise ConfigError(f"{field}.{key}", given[key], f"one of {', '.join(kind.__struct_fields__)}")
-    try:
-        return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        fault, _, place = str(error).partition(" - at `$.")
-        name = place.rstrip("`")
-        expected = fault.partition(", got ")[0].removeprefix("Expected ").replace("`object`", "a table")
-        expected = expected.replace("Object missing required field", "a table with")
-        raise ConfigError(f"{field}.{name}" if name else field, given.get(name, dict(given)), expected) from None
 
 
 _MEMORY, _REPLICA = "memory", "@"

@@ -121,9 +121,8 @@ class Lifecycle(ABC):
         with contextlib.ExitStack() as left:
             if cell.next in self._table.final:
                 left.callback(self._closed.set)
-            for effect in reversed(
-                cell.effects
-            ):  # the stack unwinds from its end; one that raises does not keep the others
+            # The stack unwinds from its end; an effect that raises does not keep the others from being done.
+            for effect in reversed(cell.effects):
                 left.callback(self._do, effect, error)
         return not cell.ignored
 
@@ -134,7 +133,7 @@ class Lifecycle(ABC):
             case ConnectorEffect.END_REQUESTS:
                 self.runtime.begin_shutdown()
             case ConnectorEffect.REPORT_UNSENT:
-                self._flushed = self.runtime.wait_idle(0.0)
+                self._flushed = self._flushed and self.runtime.wait_idle(0.0)
                 self.runtime.abandon(self._grace_s)
             case ConnectorEffect.STOP_THREADS:
                 self._halt()

@@ -5,13 +5,14 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from omni_fsm.adapters.runner import StageRunnerAdapter
 from omni_fsm.adapters.vllm.producers import states_as_prompt
 from omni_fsm.connectors import Role, Wiring
+from omni_fsm.connectors.settings import converted
 from omni_fsm.connectors.wiring import replica_name
 from omni_fsm.protocol.errors import ConfigError
 from omni_fsm.protocol.identity import Identity
@@ -110,7 +111,7 @@ def settings_of(vllm_config: Any) -> StageSettings:
     """
     additional = vllm_config.additional_config
     given = additional.get(KEY) if isinstance(additional, Mapping) else None
-    settings = _converted(f"additional_config.{KEY}", given, StageSettings)
+    settings = converted(f"additional_config.{KEY}", given, StageSettings)
     _check_served(vllm_config)
     return settings
 
@@ -124,7 +125,7 @@ def entry_of(sampling_params: Any) -> RequestEntry | None:
     extra_args = sampling_params.extra_args if sampling_params is not None else None
     if not extra_args or KEY not in extra_args:
         return None
-    return _converted(f"extra_args.{KEY}", extra_args[KEY], RequestEntry)
+    return converted(f"extra_args.{KEY}", extra_args[KEY], RequestEntry)
 
 
 class EngineCoreStage:
@@ -213,26 +214,6 @@ def _producer(path: str) -> Producer:
         raise ConfigError(f"{KEY}.producer", path, "the name of a producer; this one cannot be called")
     made: Producer = producer
     return made
-
-
-Config = TypeVar("Config", bound=msgspec.Struct)
-
-
-def _converted(field: str, given: object, kind: type[Config]) -> Config:
-    """A table of vLLM's configuration as the struct that it must be."""
-    names = kind.__struct_fields__
-    if not isinstance(given, Mapping):
-        raise ConfigError(field, given, f"a table of {', '.join(names)}")
-    for key in given:
-        if key not in names:
-            raise ConfigError(f"{field}.{key}", given[key], f"one of {', '.join(names)}")
-    try:
-        return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        fault, _, place = str(error).partition(" - at `$.")
-        name = place.rstrip("`")
-        accepted = fault.partition(", got ")[0].replace("Expected", "an").replace("Object missing", "a table with the")
-        raise ConfigError(f"{field}.{name}" if name else field, given.get(name, dict(given)), accepted) from None
 
 
 @contextlib.contextmanager
