@@ -188,11 +188,18 @@ def _add_tensor(walk: _Walk, value: torch.Tensor) -> None:
     walk.reserve(f"a tensor {list(value.shape)} of {name}", value.nbytes)
     walk.nodes.append(wire.TensorNode(name, list(value.shape)))
     try:
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        plain = _on_cpu(value.detach().resolve_conj().resolve_neg()).contiguous()
         octets = plain.view(-1).view(torch.uint8).numpy().data
     except RuntimeError as error:  # inside vmap, a lost device, ...: torch has many tensors that are not memory
         walk.refuse(f"a tensor without readable memory ({error})", "tensors that can be copied to the CPU")
     walk.regions.append(octets.toreadonly())
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """From a GPU into pinned memory: it is copied at the bus's full speed, and torch keeps the memory for the next one."""
+    if not value.is_cuda:
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
 
 
 def _add_array(walk: _Walk, value: np.ndarray[Any, Any]) -> None:

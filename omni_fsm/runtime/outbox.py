@@ -21,6 +21,7 @@ from omni_fsm.protocol.identity import Identity
 from omni_fsm.protocol.names import SenderEvent
 from omni_fsm.protocol.sender import SenderHalf, SenderMoved, SendTask, TaskKind
 from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.device import handed_out
 from omni_fsm.runtime.ports import Producer, ProducerContext
 from omni_fsm.runtime.requests import Request
 
@@ -84,7 +85,7 @@ class Outbox:
         return ProducerContext(
             request=request.internal_id,
             identity=request.identity,
-            output=task.item,
+            output=handed_out(task.item),
             is_finished=task.kind is TaskKind.END,
             is_segment_finished=task.kind is not TaskKind.CHUNK,
             segment=half.segment,

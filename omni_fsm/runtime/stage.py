@@ -15,6 +15,7 @@ from omni_fsm.runtime import inbox as inbox_module
 from omni_fsm.runtime import outbox as outbox_module
 from omni_fsm.runtime.config import StageConfig
 from omni_fsm.runtime.core import StageCore, Turn
+from omni_fsm.runtime.device import handed_in
 from omni_fsm.runtime.ending import Ending
 from omni_fsm.runtime.feedback import ACCEPTED, GONE, NOT_YET, Admission, Feedback, Standing, Taken, TakenKind
 from omni_fsm.runtime.full_payload import FullPayloadProducer
@@ -151,7 +152,8 @@ class StageRuntime:
 
         Args:
             internal_id: The request.
-            output: Anything the producer understands; given away.
+            output: Anything the producer understands; given away. What the calling thread's CUDA stream has still to compute of
+                it, the producer's stream waits for.
             segment_end: Whether it is the last of its segment; makes a frame even if the producer returns nothing.
 
         Returns:
@@ -161,7 +163,7 @@ class StageRuntime:
             LocalProtocolError: The runner has ended this request itself.
         """
         core = self._core
-        nbytes = tree_nbytes(output)
+        item, nbytes = handed_in(output), tree_nbytes(output)
         with core.turn() as turn:
             request, half = self._sender(internal_id)
             if request is None or half is None:
@@ -171,7 +173,7 @@ class StageRuntime:
             over = core.backlog_bytes > 0 and core.backlog_bytes + nbytes > core.config.backlog_bytes
             if over and half.accepts(SenderEvent.CHUNK_SUBMITTED):
                 return self._over_backlog(turn, request, half)
-            return self._admit(turn, request, half.submit_chunk(output, nbytes, segment_end=segment_end))
+            return self._admit(turn, request, half.submit_chunk(item, nbytes, segment_end=segment_end))
 
     def end(self, internal_id: str, output: Any = None) -> Admission:
         """Say that the request's output is complete; ``output``, if any, goes into the producer's last call.
@@ -181,12 +183,12 @@ class StageRuntime:
         nothing.
         """
         core = self._core
-        nbytes = tree_nbytes(output)
+        item, nbytes = handed_in(output), tree_nbytes(output)
         with core.turn() as turn:
             request, half = self._sender(internal_id)
             if request is None or half is None:
                 return _UNKNOWN
-            moved = half.submit_end(core.clock.now_ns(), output, nbytes)
+            moved = half.submit_end(core.clock.now_ns(), item, nbytes)
             admission = self._admit(turn, request, moved)
             if request.receiver is not None and not core.config.front and not moved.ignored:
                 self._release_receiver(turn, request)
