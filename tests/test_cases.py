@@ -125,7 +125,7 @@ def real_pair(edge: Edge) -> tuple[Any, Any]:
 
 FIELDS = {"passes": {"test"}, "cannot_arise": {"why"}, "waits": {"requirement"}}
 REQUIREMENTS = {f"A{n}" for n in range(1, 16)} | {f"C{n}" for n in range(1, 12)}
-WAITING_AT_MOST = 3
+WAITING_AT_MOST = 1
 """May only fall: a case that a layer was built for stops waiting."""
 
 CASES = field_cases()

@@ -2,87 +2,49 @@
 """Real vLLM engines as stages: the same tokens, and whatever ends a request early ends it in the engine and in the pipeline."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_demo import OK, run_demo, the_others
-from tiny_model import VOCABULARY, tiny_model
 
 from omni_fsm.adapters import Feedback, Hello, StageConfig, StageRunnerAdapter, TakenKind, memory_pair
+from omni_fsm.demo import engine_pair
+from omni_fsm.demo.engine_pair import NEW_TOKENS, VOCABULARY, engine_args, greedy, prompts, tiny_model
+from omni_fsm.demo.models import require_vllm
 from omni_fsm.protocol.identity import Edge
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 IN, OUT = Edge("front", "thinker"), Edge("thinker", "last")
 PATIENCE_S = 60.0
-NEW_TOKENS = 24
 
 
-class Stats:
-    """What vLLM's scheduler says of itself after each step."""
-
-    def __init__(self) -> None:
-        self.running: list[int] = []
-        self.waiting: list[int] = []
-        self.kv_usage: list[float] = []
-
-    def __call__(self, *_: Any, **__: Any) -> "Stats":
-        return self
-
-    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
-        if scheduler_stats is not None:
-            self.running.append(scheduler_stats.num_running_reqs)
-            self.waiting.append(scheduler_stats.num_waiting_reqs)
-            self.kv_usage.append(scheduler_stats.kv_cache_usage)
-
-    def log(self, *_: Any, **__: Any) -> None:
-        """Nothing is logged."""
-
-    log_engine_initialized = record_sleep_state = log
-
-
-class Engine:
+class Engine(engine_pair.Engine):
     """One engine, and the event loop that all its tests share."""
 
-    def __init__(self, model: str) -> None:
-        os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING"}
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.stats = Stats()
+    def __init__(self, model: str, **settings: Any) -> None:
+        require_vllm()
         self.loop = asyncio.new_event_loop()
-        arguments = AsyncEngineArgs(
-            model=model,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=200,
-            max_num_seqs=32,
-            seed=7,
-        )
-
-        async def make() -> Any:
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=[self.stats])
-
-        self.llm = self.loop.run_until_complete(make())
+        super().__init__(engine_args(model, **settings))
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE_S))
 
-    @property
-    def pid(self) -> int:
-        (process,) = self.llm.engine_core.resources.engine_manager.processes
-        assert process.pid is not None
-        return int(process.pid)
+    async def is_empty(self) -> bool:
+        """Whether it holds nothing; a small request makes it say so."""
+        await direct(self, prompts(1)[0], "small")
+        held = self.llm.output_processor
+        left = (held.request_states, dict(held.external_req_ids), self.stats.running[-1], self.stats.waiting[-1])
+        return left == ({}, {}, 0, 0) and self.stats.kv_usage[-1] == 0.0
 
     def close(self) -> None:
-        self.llm.shutdown()
+        super().close()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
@@ -92,19 +54,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine = Engine(tiny_model(tmp_path_factory.mktemp("tiny")))
     yield engine
     engine.close()
-
-
-def greedy(max_tokens: int = NEW_TOKENS) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
 
 
 async def think(request: Any) -> AsyncIterator[Any]:
@@ -124,6 +73,35 @@ async def at_length(request: Any) -> AsyncIterator[Any]:
                 yield list(output.outputs[0].token_ids)
 
 
+def update(ids: list[int]) -> Any:
+    """More of a prompt that grows."""
+    from vllm.engine.protocol import StreamingInput
+    from vllm.inputs import tokens_input
+
+    return StreamingInput(tokens_input(list(ids)))
+
+
+def grow(max_tokens: int = 6, closed: list[str] | None = None) -> Callable[[Any], AsyncIterator[Any]]:
+    """One prompt that each frame of token ids extends; an answer to each."""
+
+    async def work(request: Any) -> AsyncIterator[Any]:
+        async def updates() -> AsyncIterator[Any]:
+            try:
+                async for taken in request.frames():
+                    if taken.payload:
+                        yield update(taken.payload)
+            finally:
+                if closed is not None:
+                    await asyncio.sleep(0.02)  # its end takes a while
+                    closed.append(request.identity.external_id)
+
+        async with contextlib.aclosing(request.generate(updates(), greedy(max_tokens))) as outputs:
+            async for output in outputs:
+                yield list(output.outputs[0].token_ids)
+
+    return work
+
+
 class Around:
     """The stages before and after the engine's."""
 
@@ -141,11 +119,15 @@ class Around:
         self.foreign = 0
 
     def ask(self, name: str, ids: list[int], chunks: int = 2) -> str:
-        request, _ = self.front.open(name)
         size = -(-len(ids) // chunks)
-        for at in range(0, len(ids), size):
-            self.front.submit_chunk(request, ids[at : at + size])
-        self.front.end(request)
+        return self.send(name, [ids[at : at + size] for at in range(0, len(ids), size)])
+
+    def send(self, name: str, chunks: list[Any], *, end: bool = True) -> str:
+        request, _ = self.front.open(name)
+        for chunk in chunks:
+            self.front.submit_chunk(request, chunk)
+        if end:
+            self.front.end(request)
         return request
 
     def listen(self) -> None:
@@ -181,15 +163,37 @@ class Around:
             assert self.stage.num_requests == 0
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[(7 * at + 3 * number) % VOCABULARY for at in range(5 + number)] for number in range(count)]
+async def direct(engine: Engine, ids: list[int], name: str, max_tokens: int = NEW_TOKENS) -> list[int]:
+    return await heard(engine, {"prompt_token_ids": list(ids)}, name, max_tokens)
 
 
-async def direct(engine: Engine, ids: list[int], name: str) -> list[int]:
+async def heard(engine: Engine, prompt: Any, name: str, max_tokens: int) -> list[int]:
     tokens: list[int] = []
-    async for output in engine.llm.generate({"prompt_token_ids": ids}, greedy(), name):
+    async for output in engine.llm.generate(prompt, greedy(max_tokens), name):
         tokens += output.outputs[0].token_ids
     return tokens
+
+
+async def updates_at_once(chunks: list[list[int]]) -> AsyncGenerator[Any, None]:
+    for chunk in chunks:
+        yield update(chunk)
+
+
+async def directly_in_updates(engine: Engine, chunks: list[list[int]], name: str, max_tokens: int = 6) -> list[int]:
+    """What the engine answers to one prompt that grows, all of whose updates come at once."""
+    return await heard(engine, updates_at_once(chunks), name, max_tokens)
+
+
+async def in_prompts(engine: Engine, chunks: list[list[int]], name: str, max_tokens: int = 6) -> list[int]:
+    """What the engine answers to prompts of their own, each with all that was said before but the last token of each answer."""
+    so_far: list[int] = []
+    said: list[int] = []
+    for number, chunk in enumerate(chunks):
+        so_far += chunk
+        answer = await direct(engine, so_far, f"{name}/{number}", max_tokens)
+        so_far += answer[:-1]
+        said += answer
+    return said
 
 
 def test_32_requests_at_once_say_what_the_engine_says_directly(engine: Engine) -> None:
@@ -238,11 +242,16 @@ def test_what_the_engine_refuses_ends_its_request_in_its_own_words(engine: Engin
 
     async def script() -> None:
         around.ask("long", list(range(400)))
+        around.ask("foreign", [1, VOCABULARY])
+        await around.until(lambda: len(around.failed) == 2)
         around.ask("short", prompts(1)[0])
-        await around.until(lambda: around.failed and around.ended)
+        await around.until(lambda: around.ended)
 
     engine.run(around.play(script))
     assert around.ended == {"short"}
+    assert around.failed["foreign"].startswith(
+        "error(PromptError: prompt_token_ids: "
+    )  # by itself vLLM would die of it
     assert "200" in around.failed["long"]  # the model's length
     assert around.failed["long"].startswith("error(VLLMValidationError: ")
 
@@ -275,6 +284,208 @@ def test_a_reused_id_never_meets_its_predecessor_in_the_engine(engine: Engine) -
     expected = engine.run(both())
     assert [token_id for generation, token_id in around.tokens["same"] if generation == generations[0]] == expected
     assert around.foreign == 0
+
+
+def sessions(count: int) -> list[list[list[int]]]:
+    """Chunks of prompts that grow; they repeat themselves, as speculation by n-grams likes it."""
+    return [[prompt * 2, prompt[:4], [number, *prompt]] for number, prompt in enumerate(prompts(count))]
+
+
+def test_a_prompt_that_grows_is_answered_as_the_engine_answers_it_directly(engine: Engine) -> None:
+    """Its updates go on from what was said; vLLM discards the last token of each answer."""
+    around = Around(engine, grow())
+    asked = sessions(4)
+
+    async def script() -> None:
+        for number, chunks in enumerate(asked):
+            around.send(f"s{number}", chunks)
+        await around.until(lambda: len(around.ended) == len(asked))
+
+    async def all_ways() -> list[list[list[int]]]:
+        await around.play(script)
+        ways = (directly_in_updates, in_prompts)
+        return [[await way(engine, chunks, f"{way.__name__}-{at}") for at, chunks in enumerate(asked)] for way in ways]
+
+    in_updates, one_by_one = engine.run(all_ways())
+    assert [around.tokens[f"s{number}"] for number in range(4)] == in_updates == one_by_one
+    assert all(len(tokens) == 3 * 6 for tokens in in_updates)
+    assert engine.run(engine.is_empty())
+
+
+@pytest.mark.parametrize("max_tokens", [6, 150], ids=["between two updates", "within an answer"])
+@pytest.mark.parametrize("how", ["cancelled(heard enough)", "error(no voice)"])
+def test_a_prompt_that_grows_ends_in_the_engine_when_its_request_does(
+    engine: Engine, how: str, max_tokens: int
+) -> None:
+    """Whether the client cancels it, or the stage before fails: its generator is closed, its blocks are free."""
+    closed: list[str] = []
+    around = Around(engine, grow(max_tokens, closed))
+
+    async def script() -> None:
+        first = around.send("first", sessions(1)[0][:1], end=False)
+        await around.until(lambda: len(around.tokens.get("first", ())) >= 6)
+        if max_tokens == 6:
+            assert not await engine.is_empty()
+        leave, _, reason = how.rstrip(")").partition("(")
+        (around.front.cancel if leave == "cancelled" else around.front.fail)(first, reason)
+        await around.until(lambda: around.failed and around.stage.num_requests == 0)
+        assert closed == ["first"]
+        assert await engine.is_empty()
+        assert len(around.tokens["first"]) < 150
+
+    engine.run(around.play(script))
+    assert around.failed == {"first": how}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([list(range(90))] * 3, "error(ConfigError: prompt: 280 cannot be used; accepted: fewer tokens than 200"),
+        ([], "error(ConfigError: prompt: <async_generator"),
+        ([[1, 2], []], "error(ConfigError: prompt: {'type': 'token', 'prompt_token_ids': []} cannot be used"),
+        ([[1, 2], [VOCABULARY]], "error(PromptError: prompt_token_ids: "),
+        ([[1, 2], "text"], "error(ConfigError: prompt: 'text' cannot be used"),
+        ([[1, 2], 1.5], "error(TypeError: 'float' object is not iterable"),
+    ],
+    ids=["too long", "no update", "no token", "foreign tokens", "no token ids", "raises"],
+)
+def test_a_prompt_that_cannot_grow_further_ends_its_request_alone(
+    engine: Engine, chunks: list[Any], words: str
+) -> None:
+    """By itself vLLM's worker dies of more tokens than the model's length, and a stream without updates is answered."""
+
+    async def work(request: Any) -> AsyncIterator[Any]:
+        async def updates() -> AsyncIterator[Any]:
+            from vllm.engine.protocol import StreamingInput
+
+            async for taken in request.frames():
+                if isinstance(taken.payload, str):
+                    yield StreamingInput(taken.payload)  # type: ignore[arg-type]
+                elif taken.payload is not None:
+                    yield update(taken.payload)
+
+        async for output in request.generate(updates(), greedy(6)):
+            yield list(output.outputs[0].token_ids)
+
+    around = Around(engine, work)
+
+    async def script() -> None:
+        around.send("other", [[1, 2, 3]], end=False)
+        around.send("bad", chunks)
+        await around.until(lambda: around.failed)
+        around.send("next", [[1, 2, 3]])
+        await around.until(lambda: "next" in around.ended)
+        assert around.stage.num_requests == 1
+
+    engine.run(around.play(script))
+    assert list(around.failed) == ["bad"]
+    assert around.failed["bad"].startswith(words)
+    assert around.tokens["other"] == around.tokens["next"]
+    assert engine.run(engine.is_empty())
+
+
+def test_a_prompt_that_grows_is_refused_where_outputs_are_no_deltas(engine: Engine) -> None:
+    """Then its length cannot be counted."""
+    from vllm import SamplingParams
+
+    async def work(request: Any) -> AsyncIterator[Any]:
+        async for output in request.generate(updates_at_once([[1, 2]]), SamplingParams(max_tokens=1)):
+            yield list(output.outputs[0].token_ids)
+
+    around = Around(engine, work)
+
+    async def script() -> None:
+        around.send("cumulative", [])
+        await around.until(lambda: around.failed)
+
+    engine.run(around.play(script))
+    assert around.failed["cumulative"].startswith("error(ConfigError: output_kind: ")
+    assert "DELTA" in around.failed["cumulative"]
+
+
+@pytest.mark.parametrize("work", [at_length, grow(150)], ids=["a prompt", "a prompt that grows"])
+def test_case_33_a_cancel_while_the_engine_is_asked_takes_back_the_registration_and_the_submission(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, work: Callable[[Any], Any]
+) -> None:
+    """vLLM has registered the request, and waits for its engine's process to take it; then the client cancels."""
+    around = Around(engine, work)
+    submit, pending, held = engine.llm.engine_core.add_request_async, asyncio.Event(), asyncio.Event()
+    ids = prompts(1)[0]
+
+    async def hold(request: Any) -> None:
+        pending.set()
+        await held.wait()
+        await submit(request)
+
+    async def script() -> None:
+        monkeypatch.setattr(engine.llm.engine_core, "add_request_async", hold)
+        first = around.send("same", [ids], end=False)
+        await around.until(pending.is_set)
+        assert len(engine.llm.output_processor.request_states) == 1
+        around.front.cancel(first, "left")
+        await around.until(lambda: around.failed and around.stage.num_requests == 0)
+        held.set()
+        assert await engine.is_empty()
+        around.send("same", [ids])
+        await around.until(lambda: "same" in around.ended)
+
+    engine.run(around.play(script))
+    assert around.failed == {"same": "cancelled(left)"}
+    assert around.tokens["same"] == engine.run(direct(engine, ids, "direct", 150))
+    assert engine.run(engine.is_empty())
+
+
+def test_case_47_a_prompt_that_grows_goes_on_in_step_or_is_refused_where_the_engine_speculates(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """Six at once; each has two updates waiting while the first is answered.
+
+    With speculation vLLM counts drafts that were accepted beyond the end of an answer as tokens of the next update.
+    """
+    asked = sessions(6)
+
+    async def answers(asked_of: Engine) -> Around:
+        async def work(request: Any) -> AsyncIterator[Any]:
+            does = grow() if request.identity.external_id.startswith("s") else think
+            async for token_ids in does(request):
+                yield token_ids
+
+        around = Around(asked_of, work)
+
+        async def script() -> None:
+            for number, chunks in enumerate(asked):
+                around.send(f"s{number}", chunks)
+                around.send(f"r{number}", chunks)
+            await around.until(lambda: len(around.ended | around.failed.keys()) == 2 * len(asked))
+
+        await around.play(script)
+        return around
+
+    async def one_by_one() -> list[list[int]]:
+        return [await in_prompts(engine, chunks, f"one-{at}") for at, chunks in enumerate(asked)]
+
+    plain = engine.run(answers(engine))
+    assert plain.failed == {}
+    assert [plain.tokens[f"s{number}"] for number in range(6)] == engine.run(one_by_one())
+
+    speculating = Engine(
+        tiny_model(tmp_path / "tiny"),
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    )
+    try:
+        around = speculating.run(answers(speculating))
+        assert speculating.run(speculating.is_empty())
+    finally:
+        speculating.close()
+    assert around.failed.keys() == {f"s{number}" for number in range(6)}
+    assert all("with speculative decoding" in words for words in around.failed.values())
+    assert around.tokens == {f"r{number}": plain.tokens[f"r{number}"] for number in range(6)}
+    assert speculating.stats.accepted_drafts > 0
 
 
 def test_an_engine_that_dies_ends_every_open_request_at_once(tmp_path: Path) -> None:

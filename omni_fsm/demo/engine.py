@@ -4,7 +4,6 @@ The same weights, in fp32 and greedily, so it says what the thinker on torch say
 """
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from omni_fsm.adapters.aio import SegmentEnd
 from omni_fsm.connectors import Ends
 from omni_fsm.demo.faults import CANCEL_AFTER_CHUNKS, RAISE_AT_CHUNK, At, Faults
-from omni_fsm.demo.models import require
+from omni_fsm.demo.models import require_vllm
 from omni_fsm.demo.models_convert import thinker_dir
 from omni_fsm.demo.record import Record
 from omni_fsm.demo.text import TextPieces
@@ -20,13 +19,6 @@ from omni_fsm.demo.thinker_model import END_ID, MAX_NEW_TOKENS, MAX_PROMPT_TOKEN
 from omni_fsm.runtime import StageConfig
 
 _STAGE = "thinker"
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-}
-_COMMAND = "make setup-vllm"
 
 
 class EngineThinker:
@@ -42,9 +34,7 @@ class EngineThinker:
     """
 
     def __init__(self, config: StageConfig, ends: Ends, faults: Faults) -> None:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        require("vllm", _COMMAND)
+        require_vllm()
         from vllm import AsyncEngineArgs  # noqa: PLC0415 - takes seconds, and reads the environment
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 

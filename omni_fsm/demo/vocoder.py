@@ -222,7 +222,8 @@ def _unweighted(total: Samples, weight: Samples) -> Samples:
 
 
 def _magnitude(log_magnitude: Samples) -> Samples:
-    return np.exp(np.minimum(log_magnitude, _MAX_LOG_MAGNITUDE))
+    magnitude: Samples = np.exp(np.minimum(log_magnitude, _MAX_LOG_MAGNITUDE))
+    return magnitude
 
 
 def _polar(log_magnitude: Samples, angle: Samples) -> Spectrum:

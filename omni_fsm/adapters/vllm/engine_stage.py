@@ -1,18 +1,22 @@
 """A stage around a vLLM engine, by its public API: frames in, payloads out, cancels and errors both ways."""
 
+import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_fsm.adapters.aio import AsyncStage, StageRequest
 from omni_fsm.adapters.runner import StageRunnerAdapter
+from omni_fsm.adapters.vllm.prompt import checked_token_ids
 from omni_fsm.connectors.port import Connector
-from omni_fsm.protocol.errors import OmniFsmError
+from omni_fsm.protocol.errors import ConfigError, OmniFsmError
 from omni_fsm.protocol.identity import Identity
 from omni_fsm.runtime import Observer, Producer, StageConfig, passthrough
 
@@ -31,6 +35,65 @@ class EngineRequestError(OmniFsmError):
         super().__init__(f"the engine ended {identity} with finish reason {finish_reason}")
 
 
+class _Session:
+    """A prompt that grows. Each update is handed on once the one before is answered: only then is its length known.
+
+    Attributes:
+        prompt: What vLLM reads, in a task of its own.
+    """
+
+    def __init__(self, engine: AsyncLLM, updates: AsyncGenerator[StreamingInput, None], asked: SamplingParams) -> None:
+        if engine.vllm_config.speculative_config is not None:
+            wrong = "one prompt: with speculative decoding vLLM counts accepted drafts as a part of the next update"
+            raise ConfigError("prompt", updates, wrong)
+        if asked.output_kind is not RequestOutputKind.DELTA:
+            raise ConfigError("output_kind", asked.output_kind, "DELTA, where the prompt grows")
+        self.prompt: Any = self._read(updates)
+        self._model_config = engine.model_config
+        self._length = 0
+        self._answered, self._over = asyncio.Event(), asyncio.Event()
+
+    def hear(self, output: RequestOutput) -> None:
+        """Count what is said; the end of an answer lets the next update go."""
+        for completion in output.outputs:
+            self._length += len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._length -= 1  # the last token is discarded
+                self._answered.set()
+
+    async def aclose(self) -> None:
+        """Close the caller's generator; vLLM's task has ended, or was cancelled."""
+        if self.prompt.ag_running:
+            await self._over.wait()
+        await self.prompt.aclose()
+
+    async def _read(self, updates: AsyncGenerator[StreamingInput, None]) -> AsyncGenerator[StreamingInput, None]:
+        """The updates, checked for what vLLM does not check: its worker dies of too many tokens, and it answers none."""
+        try:
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    token_ids = _token_ids(update.prompt, self._model_config)
+                    if not token_ids:
+                        raise ConfigError("prompt", update.prompt, "updates of one token id or more")
+                    self._length += len(token_ids)
+                    limit = self._model_config.max_model_len
+                    if self._length >= limit:
+                        raise ConfigError("prompt", self._length, f"fewer tokens than {limit}, answers included")
+                    self._answered.clear()
+                    yield update
+                    await self._answered.wait()
+            if not self._length:
+                raise ConfigError("prompt", updates, "one update or more")
+        finally:
+            self._over.set()
+
+
+def _token_ids(prompt: Any, model_config: Any) -> list[int]:
+    """The token ids of a prompt, checked; none of a prompt of another kind, which vLLM checks."""
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    return checked_token_ids(given, model_config) if given is not None else []
+
+
 class EngineRequest(StageRequest):
     """One life of a request, with the engine of its stage."""
 
@@ -44,24 +107,49 @@ class EngineRequest(StageRequest):
 
         When the request ends early, or the caller stops listening, vLLM aborts what it computes for it and frees its blocks.
 
+        A prompt may grow: as an async generator of vLLM's ``StreamingInput``, each with token ids. Each update is answered
+        before the next is taken. The engine keeps what was said, but for the last token of each answer: the next update
+        takes its place. Each answer has its own ``finish_reason``, and no output need say that it is finished. While the
+        request waits for an update it keeps its blocks, and one of ``max_num_seqs`` places. Refused are embeddings, more
+        tokens than the model's length, speculative decoding, ``n > 1``, strings to stop at, outputs other than ``DELTA``.
+
         Args:
-            prompt: vLLM's ``PromptType``: text, token ids, embeddings.
-            sampling_params: vLLM's. With ``output_kind=RequestOutputKind.DELTA`` each output brings what is new.
+            prompt: vLLM's ``PromptType``: text, token ids, embeddings; or a generator of updates, which is closed.
+            sampling_params: vLLM's. With ``output_kind=RequestOutputKind.DELTA`` each output brings what is new. An update
+                may bring its own.
 
         Yields:
-            vLLM's outputs, in order; the last is finished.
+            vLLM's outputs, in order; the last answer to a prompt that does not grow is finished.
 
         Raises:
             EngineRequestError: The engine broke it off.
-            Exception: What vLLM raises, such as ``EngineDeadError`` when its process is gone.
+            PromptError: Token ids that are none of the model's.
+            ConfigError: A prompt that grows cannot be used.
+            Exception: What vLLM raises, such as ``EngineDeadError`` when its process is gone; what the updates raise.
         """
-        outputs = self._engine.generate(prompt, sampling_params, f"{self.internal_id}/{next(self._numbers)}")
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                for completion in output.outputs:
-                    if completion.finish_reason in _BROKEN_OFF:
-                        raise EngineRequestError(self.identity, str(completion.finish_reason))
-                yield output
+        _token_ids(prompt, self._engine.model_config)
+        name = f"{self.internal_id}/{next(self._numbers)}"
+        session = _Session(self._engine, prompt, sampling_params) if isinstance(prompt, AsyncGenerator) else None
+        outputs = self._engine.generate(prompt if session is None else session.prompt, sampling_params, name)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    self._check(output)
+                    if session is not None:
+                        session.hear(output)
+                    yield output
+        except BaseException:
+            try:
+                if session is not None:
+                    await session.aclose()
+            finally:
+                await self._engine.abort(name)  # vLLM does not, where it was still submitting the request, or an update
+            raise
+
+    def _check(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            if completion.finish_reason in _BROKEN_OFF:
+                raise EngineRequestError(self.identity, str(completion.finish_reason))
 
 
 EngineWork = Callable[[EngineRequest], AsyncIterator[Any]]

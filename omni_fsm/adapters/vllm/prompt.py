@@ -56,12 +56,29 @@ def prompt_of(payload: Any, model_config: Any) -> Prompt:
     if _EMBEDS in given:
         prompt = Prompt(None, _embeds(given[_EMBEDS], model_config))
     else:
-        prompt = Prompt(_token_ids(given[_TOKENS], model_config.get_vocab_size()), None)
+        prompt = Prompt(checked_token_ids(given[_TOKENS], model_config), None)
     key, tokens = (_EMBEDS, prompt.embeds) if prompt.token_ids is None else (_TOKENS, prompt.token_ids)
     if tokens is None or not 0 < len(tokens) < model_config.max_model_len:
         count = 0 if tokens is None else len(tokens)
         raise PromptError(key, f"a prompt of {count} tokens", f"1 to {model_config.max_model_len - 1} tokens")
     return prompt
+
+
+def checked_token_ids(value: Any, model_config: Any) -> list[int]:
+    """Token ids, each of the model's vocabulary: an engine without a tokenizer does not look, and dies of others.
+
+    Args:
+        value: A list of ints, or a tensor of one dim.
+        model_config: vLLM's.
+
+    Raises:
+        PromptError: It is something else.
+    """
+    vocabulary = model_config.get_vocab_size()
+    listed = value.tolist() if isinstance(value, torch.Tensor) and value.dim() == 1 else value
+    if not isinstance(listed, list) or not all(type(each) is int and 0 <= each < vocabulary for each in listed):
+        raise PromptError(_TOKENS, _words(value), f"a list of ints from 0 to {vocabulary - 1}")
+    return listed
 
 
 def request_with(request: Request, prompt: Prompt) -> Request:
@@ -100,13 +117,6 @@ def _embeds(value: Any, model_config: Any) -> torch.Tensor:
         raise PromptError(_EMBEDS, _words(value), f"a floating-point tensor [tokens, {hidden}]")
     embeds: torch.Tensor = value.to(model_config.dtype)
     return embeds
-
-
-def _token_ids(value: Any, vocabulary: int) -> list[int]:
-    listed = value.tolist() if isinstance(value, torch.Tensor) and value.dim() == 1 else value
-    if not isinstance(listed, list) or not all(type(each) is int and 0 <= each < vocabulary for each in listed):
-        raise PromptError(_TOKENS, _words(value), f"a list of ints from 0 to {vocabulary - 1}")
-    return listed
 
 
 def _words(value: Any) -> str:

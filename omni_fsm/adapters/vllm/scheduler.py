@@ -1,27 +1,24 @@
 """A layer over vLLM's schedulers: requests that wait for the stage before are parked, outside of all that vLLM schedules.
 
 Installed by ``scheduler_cls="omni_fsm.adapters.vllm.scheduler.StageScheduler"``; with async scheduling ``StageAsyncScheduler``.
-Everything here runs on the engine's own thread, between its steps, but for `_Waker`. Nothing but `shutdown` waits.
+Everything here runs on the engine's own thread, between its steps, but for `EngineWaker`. Nothing but `shutdown` waits.
 """
 
 import logging
-import sys
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from omni_fsm.adapters.vllm.prompt import prompt_of, request_with
 from omni_fsm.adapters.vllm.stage import EngineCoreStage, RequestEntry, entry_of, settings_of
 from omni_fsm.adapters.vllm.states import check_worker, states_of
+from omni_fsm.adapters.vllm.wake import EngineWaker
 from omni_fsm.payload import ChunkAccumulator
 from omni_fsm.protocol.errors import ConfigError, OmniFsmError
 from omni_fsm.protocol.frames import Cause, Outcome
@@ -82,7 +79,7 @@ class StageSchedulerLayer(SchedulerInterface):  # type: ignore[misc] # vLLM is n
         settings = settings_of(self.vllm_config)
         if settings.sends:
             check_worker(self.vllm_config.parallel_config.worker_cls)
-        self.stage = EngineCoreStage(settings, _Waker())
+        self.stage = EngineCoreStage(settings, EngineWaker())
         self.stage.adapter.start()
 
     # What the engine calls
@@ -287,29 +284,6 @@ class StageScheduler(StageSchedulerLayer, Scheduler):  # type: ignore[misc] # vL
 
 class StageAsyncScheduler(StageSchedulerLayer, AsyncScheduler):  # type: ignore[misc] # vLLM is not typed here
     """vLLM's scheduler that runs a step ahead, as a stage's. See `StageSchedulerLayer`."""
-
-
-class _Waker:
-    """Ends the sleep of the engine that makes this scheduler.
-
-    An idle engine-core process blocks in the ``get`` of its input queue, and vLLM itself ends that sleep by putting ``WAKEUP``
-    into it, at shutdown. A scheduler is given no way to its engine, and there is no hook to be called with one. So it is looked
-    up among the callers of the scheduler's constructor, once: that needs no change of vLLM's code, and depends on nothing but
-    that an engine makes its scheduler. The queue is looked up when it is needed, so it does not matter which of the two is made
-    first. An engine without one, in its client's own process, is polled by the client and never sleeps.
-    """
-
-    def __init__(self) -> None:
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - see above
-        while frame is not None and not isinstance(frame.f_locals.get("self"), EngineCore):
-            frame = frame.f_back
-        self._engine = weakref.ref(frame.f_locals["self"]) if frame is not None else None
-
-    def __call__(self) -> None:
-        engine = self._engine() if self._engine is not None else None
-        queue = getattr(engine, "input_queue", None)
-        if queue is not None:
-            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 def _is_void(request: Request) -> bool:

@@ -179,7 +179,6 @@ def _check_served(vllm_config: Any) -> None:
         ("speculative_config.method", speculative.method if speculative is not None else None, None),
         ("model_config.runner_type", vllm_config.model_config.runner_type, "generate"),
         ("cache_config.kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill, False),
-        ("use_v2_model_runner", vllm_config.use_v2_model_runner, False),
     ):
         if value != accepted:
             raise ConfigError(field, value, f"{accepted!r} in an engine that is a stage")

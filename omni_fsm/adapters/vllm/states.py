@@ -5,7 +5,8 @@ does not talk to the stage: the states travel with vLLM's own ``ModelRunnerOutpu
 of each request, hands them on.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -67,33 +68,60 @@ class StatesLayer(WorkerBase):  # type: ignore[misc] # vLLM is not typed here
         return _Both(output, gathered) if isinstance(output, AsyncModelRunnerOutput) else _joined(output, gathered)
 
     def _gathered(self) -> "_Gathered | None":
-        """A copy of the rows of the pipeline's requests, on the model's device: the next step may overwrite the batch."""
+        """The rows of the pipeline's requests, copied: the next step may overwrite the batch."""
         step = self.model_runner.execute_model_state
         if step is None or not self._ours:
             return None
-        names = list(self.model_runner.input_batch.req_ids)
+        batch = (
+            getattr(step, "input_batch", None) or self.model_runner.input_batch
+        )  # the second model runner keeps it by step
+        names = list(batch.req_ids)
         lengths = [self._lengths[name] for name in names]
         parts = zip(names, torch.split(step.hidden_states[: sum(lengths)], lengths), strict=True)
         ours = {name: rows for name, rows in parts if name in self._ours}
         return _Gathered([*ours], [*map(len, ours.values())], torch.cat([*ours.values()])) if ours else None
 
 
-class _Gathered(NamedTuple):
-    """Rows of several requests, one behind the other.
+class _Gathered:
+    """Rows of several requests, one behind the other, on their way to the CPU.
 
-    Attributes:
+    From a GPU they are copied into pinned memory on a stream of their own, beside the sampling and, with async scheduling, the
+    next step; `by_request` waits for the copy.
+
+    Args:
         names: vLLM's ids of the requests.
         lengths: How many rows each has.
-        rows: ``[sum of lengths, hidden]``, on the model's device.
+        rows: ``[sum of lengths, hidden]``, on the model's device. Held until they are copied.
     """
 
-    names: list[str]
-    lengths: list[int]
-    rows: torch.Tensor
+    def __init__(self, names: list[str], lengths: list[int], rows: torch.Tensor) -> None:
+        self._names, self._lengths, self._rows = names, lengths, rows
+        self._copied: torch.cuda.Event | None = None
+        self._on_cpu = rows
+        if rows.is_cuda:
+            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            stream = _copy_stream(rows.device)
+            stream.wait_stream(torch.cuda.current_stream(rows.device))
+            with torch.cuda.stream(stream):
+                self._on_cpu.copy_(rows, non_blocking=True)
+                self._copied = stream.record_event()
+
+    def by_request(self) -> States:
+        """Each request's rows in memory of their own: they may be kept for as long as the request lives."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = torch.split(self._on_cpu, self._lengths)
+        return {name: rows.clone() for name, rows in zip(self._names, parts, strict=True)}
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of this process for copies from a GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch is not typed here
 
 
 class _Both(AsyncModelRunnerOutput):  # type: ignore[misc] # vLLM is not typed here
-    """An output that is still being copied from the device, and rows that are copied when vLLM asks for it."""
+    """An output that is still being copied from the device, and states that are, too."""
 
     def __init__(self, output: Any, gathered: _Gathered) -> None:
         self._output, self._gathered = output, gathered
@@ -102,13 +130,16 @@ class _Both(AsyncModelRunnerOutput):  # type: ignore[misc] # vLLM is not typed h
         """See vLLM. Blocks until both are on the CPU."""
         return _joined(self._output.get_output(), self._gathered)
 
+    def get_kv_connector_output(self) -> Any:
+        """See vLLM, which asks for it from 0.33 on."""
+        return self._output.get_kv_connector_output()
+
 
 def _is_ours(sampling_params: Any) -> bool:
     return sampling_params is not None and KEY in (sampling_params.extra_args or ())
 
 
 def _joined(output: Any, gathered: _Gathered) -> Any:
-    """The output, with each request's states in memory of their own: they may be kept for as long as the request lives."""
-    parts = torch.split(gathered.rows.cpu(), gathered.lengths)
-    setattr(output, _ATTRIBUTE, {name: rows.clone() for name, rows in zip(gathered.names, parts, strict=True)})
+    """The output, with the states of its step."""
+    setattr(output, _ATTRIBUTE, gathered.by_request())
     return output
