@@ -1,5 +1,6 @@
-"""The command line: ``omni-fsm demo``, ``omni-fsm explore`` and ``omni-fsm bench``."""
+"""The command line: ``omni-fsm demo``, ``omni-fsm engines``, ``omni-fsm explore`` and ``omni-fsm bench``."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from omni_fsm.protocol.errors import OmniFsmError
+from omni_fsm.protocol.errors import ConfigError, OmniFsmError
+
+_CASES = ("accumulate", "engines", "idle")
+"""The modules of `omni_fsm.bench` that measure."""
 
 _ROWS = 10
 """How many requests the table shows: of a hundred lives the last ones."""
@@ -145,6 +149,28 @@ def _cut(text: str, chars: int = 60) -> str:
     return text if len(text) <= chars else f"{text[:chars]}..."
 
 
+@app.command()
+def engines(
+    *,
+    requests: Annotated[int, typer.Option(min=1, max=64, help="How many requests, all at once.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Let the states of one vLLM engine be the prompt of another, and compare with asking that one directly."""
+    from omni_fsm.demo import engine_pair  # noqa: PLC0415 - loads torch: other commands need not
+
+    console = Console(stderr=as_json)
+    try:
+        found = engine_pair.run(requests)
+    except OmniFsmError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    for line in engine_pair.in_words(found):
+        console.print(line, highlight=False)
+    if as_json:
+        typer.echo(json.dumps(found))
+    raise typer.Exit(0 if engine_pair.is_well(found) else 1)
+
+
 @app.command(name="explore")
 def explore_command(
     *,
@@ -185,20 +211,21 @@ def explore_command(
 @app.command()
 def bench(
     *,
-    case: Annotated[str, typer.Option(help="What to measure: accumulate.")] = "accumulate",
+    case: Annotated[str, typer.Option(help=f"What to measure: {', '.join(_CASES)}.")] = _CASES[0],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Measure, within one run: medians of rounds that alternate."""
-    from omni_fsm.bench import accumulate  # noqa: PLC0415 - loads torch: other commands need not
-
     console = Console(stderr=as_json)
-    if case != "accumulate":
-        console.print(f"error: --case {case!r}; accepted: accumulate", style="red", markup=False, highlight=False)
-        raise typer.Exit(2)
-    found = accumulate.measure()
-    for size in ("few", "many"):
-        console.print(f"{found[size]['chunks']} chunks: {found[size]['median_s'] * 1e3:.1f} ms", highlight=False)
-    console.print(f"ratio: {found['ratio']:.1f} (median of {found['rounds']} rounds)", highlight=False)
+    try:
+        if case not in _CASES:
+            raise ConfigError("--case", case, ", ".join(_CASES))
+        measurement = importlib.import_module(f"omni_fsm.bench.{case}")  # loads torch: other commands need not
+        found = measurement.measure()
+    except OmniFsmError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    for line in measurement.in_words(found):
+        console.print(line, highlight=False)
     if as_json:
         typer.echo(json.dumps(found))
 

@@ -45,3 +45,9 @@ def measure(*, few: int = 1_000, many: int = 10_000, rounds: int = 9) -> dict[st
         "many": {"chunks": many, "median_s": statistics.median(pair[1] for pair in pairs)},
         "ratio": statistics.median(most / least for least, most in pairs),
     }
+
+
+def in_words(found: dict[str, Any]) -> list[str]:
+    """What `measure` found, a sentence a line."""
+    sizes = [f"{found[size]['chunks']} chunks: {found[size]['median_s'] * 1e3:.1f} ms" for size in ("few", "many")]
+    return [*sizes, f"ratio: {found['ratio']:.1f} (median of {found['rounds']} rounds)"]

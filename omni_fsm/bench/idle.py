@@ -1,0 +1,88 @@
+"""What two vLLM engines cost while every request waits for the stage before: nothing is polled, so it must be next to nothing."""
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from omni_fsm.demo.engine_pair import FIRST, SECOND, EnginePair, edge_settings, prompts, stage_args, tiny_model
+from omni_fsm.demo.models import require_vllm
+
+_MAX_TOKENS = 4
+_SETTLE_S = 3.0
+"""vLLM's workers look for work without a pause for a second after the last step."""
+
+
+def measure(*, requests: int = 32, seconds: float = 10.0) -> dict[str, Any]:
+    """Look at the CPU time of both engines' processes and of their client: first with no request, then with requests parked.
+
+    Args:
+        requests: How many are parked at the second engine. After it they are served, to see that they were only waiting.
+        seconds: How long to look, each time.
+
+    Returns:
+        ``empty`` and ``parked``, each the CPU seconds of every process; ``share``, the sum of ``parked`` over the time: 0.01 is
+        one hundredth of a core.
+
+    Raises:
+        MissingPackageError: vLLM is not installed.
+    """
+    require_vllm()
+    with tempfile.TemporaryDirectory(prefix="omni_fsm_") as path:
+        return asyncio.run(_measure(requests, seconds, Path(path)))
+
+
+def in_words(found: dict[str, Any]) -> list[str]:
+    """What `measure` found, a sentence a line."""
+    spent = [
+        f"{name}: {found['empty'][name] * 1e3:.1f} ms of CPU time with no request, {parked_s * 1e3:.1f} ms with them parked"
+        for name, parked_s in found["parked"].items()
+    ]
+    return [*spent, f"{found['requests']} parked requests, {found['seconds']:.1f} s: {found['share']:.2%} of a core"]
+
+
+async def _measure(requests: int, seconds: float, directory: Path) -> dict[str, Any]:
+    model, settings = tiny_model(directory / "model"), edge_settings(directory / "edge")
+    pair = EnginePair(stage_args(model, FIRST, settings), stage_args(model, SECOND, settings))
+    try:
+        await pair.both("first", prompts(1)[0], max_tokens=_MAX_TOKENS)
+        await asyncio.sleep(_SETTLE_S)
+        empty, _ = await look(pair, seconds)
+        lives = {f"r{number}": pair.generations.next() for number in range(requests)}
+        waiting = [asyncio.create_task(pair.waits(*life, max_tokens=_MAX_TOKENS)) for life in lives.items()]
+        await asyncio.sleep(_SETTLE_S)
+        parked, spent_s = await look(pair, seconds)
+        begins = zip(lives.items(), prompts(requests), strict=True)
+        await asyncio.gather(*(pair.begins(*life, ids, max_tokens=_MAX_TOKENS) for life, ids in begins))
+        said = await asyncio.gather(*waiting)
+    finally:
+        pair.close()
+    if any(each.finish_reason != "length" for each in said):
+        raise AssertionError([(each.finish_reason, each.stop_reason) for each in said])
+    return {
+        "case": "idle",
+        "requests": requests,
+        "seconds": spent_s,
+        "empty": empty,
+        "parked": parked,
+        "share": sum(parked.values()) / spent_s,
+    }
+
+
+async def look(pair: EnginePair, seconds: float) -> tuple[dict[str, float], float]:
+    """The CPU seconds of each process of a pair of engines and of this one, and how long it was looked."""
+    pids = {"client": os.getpid()}
+    for stage, engine in ((FIRST, pair.first), (SECOND, pair.second)):
+        pids[stage] = engine.pid
+        pids |= {f"{stage}, worker {number}": pid for number, pid in enumerate(engine.worker_pids)}
+    begun_s, before = time.perf_counter(), {name: _cpu_s(pid) for name, pid in pids.items()}
+    await asyncio.sleep(seconds)
+    return {name: _cpu_s(pid) - before[name] for name, pid in pids.items()}, time.perf_counter() - begun_s
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process so far, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
