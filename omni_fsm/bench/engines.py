@@ -1,6 +1,7 @@
 """What the protocol costs two vLLM engines: their tokens a second, against the same engines with a plain queue."""
 
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
@@ -13,6 +14,7 @@ from omni_fsm.demo.models import require_vllm
 _OURS, _QUEUE = "omni_fsm", "queue"
 QUEUE = "omni_fsm_bench_queue"
 """Where in their ``additional_config`` the engines find the path of the queue's socket."""
+_LENGTHS = 32
 _SCHEDULERS = {
     _OURS: dict.fromkeys((FIRST, SECOND), "omni_fsm.adapters.vllm.scheduler.StageScheduler"),
     _QUEUE: {
@@ -22,12 +24,12 @@ _SCHEDULERS = {
 }
 
 
-def measure(*, pairs: int = 9, requests: int = 32, max_tokens: int = 64) -> dict[str, Any]:
+def measure(*, pairs: int = 9, requests: int = 128, max_tokens: int = 64) -> dict[str, Any]:
     """Let both pipelines of two engines answer the same requests, in turn; each is first in every other round.
 
     Args:
         pairs: How often each is measured.
-        requests: How many are sent at once.
+        requests: How many are sent at once; an engine computes 32 of them at a time.
         max_tokens: Of each answer, at either engine.
 
     Returns:
@@ -91,7 +93,7 @@ def _pipeline(name: str, model: str, directory: Path) -> EnginePair:
 
 async def _seconds(pipeline: EnginePair, requests: int, max_tokens: int) -> float:
     begun_s = time.perf_counter()
-    asked = enumerate(prompts(requests))
+    asked = enumerate(itertools.islice(itertools.cycle(prompts(_LENGTHS)), requests))
     said = await asyncio.gather(*(pipeline.both(f"r{number}", ids, max_tokens=max_tokens) for number, ids in asked))
     spent_s = time.perf_counter() - begun_s
     if any(len(each.token_ids) != max_tokens for both in said for each in both):

@@ -37,11 +37,11 @@ class LogObserver:
 
     def __init__(self, stage: str, logger: Any = None) -> None:
         self._log = stage_logger(stage) if logger is None else logger.bind(stage=stage)
-        self._quiet = logger is None
+        self._level = logging.getLogger(LOGGER) if logger is None else None
 
     def on_transition(self, transition: Transition) -> None:
         """One line at debug."""
-        if self._quiet and not logging.getLogger(LOGGER).isEnabledFor(logging.DEBUG):
+        if self._level is not None and not self._level.isEnabledFor(logging.DEBUG):
             return  # spares the binding on the hot path
         self._log.debug(
             f"{transition.machine}.{transition.event}",

@@ -1,7 +1,7 @@
 """Producers for engines as stages: what one engine computed, as the prompt of the next one.
 
-Each is given ``{"token_ids": [...], "hidden": tensor}`` for every step of its request: the tokens that the step sampled, and the
-states ``[tokens, hidden]`` of those that it computed for the first time.
+Each is given ``{"token_ids": [...], "hidden": tensor}`` for one or some steps of its request: the tokens that they sampled, and
+the states ``[tokens, hidden]`` of those that they computed for the first time.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ Everything here runs on the engine's own thread, between its steps, but for `Eng
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from omni_fsm.adapters.vllm.prompt import prompt_of, request_with
 from omni_fsm.adapters.vllm.stage import EngineCoreStage, RequestEntry, entry_of, settings_of
-from omni_fsm.adapters.vllm.states import check_worker, states_of
+from omni_fsm.adapters.vllm.states import Steps, check_worker, states_of
 from omni_fsm.adapters.vllm.wake import EngineWaker
 from omni_fsm.payload import ChunkAccumulator
 from omni_fsm.protocol.errors import ConfigError, OmniFsmError
@@ -41,11 +41,13 @@ class _Life:
     Attributes:
         request: vLLM's request.
         gathered: What has come of its prompt, while it is parked; None once vLLM has it.
-        sent: How many tokens' states were submitted: those of the positions from 0 on.
+        steps: What its last steps gave, and was not submitted yet.
+        sent: How many tokens' states were taken from its steps: those of the positions from 0 on.
     """
 
     request: Request
     gathered: ChunkAccumulator | None
+    steps: Steps = field(default_factory=Steps)
     sent: int = 0
 
 
@@ -227,9 +229,12 @@ class StageSchedulerLayer(SchedulerInterface):  # type: ignore[misc] # vLLM is n
                 continue
             fresh = rows[life.sent - starts[request_id] :]  # what is computed again after a preemption was sent before
             if tokens or len(fresh):
+                is_first = life.sent == 0
                 life.sent += len(fresh)
-                # A refusal needs no answer: the stage tells why the request is over, in its feedback.
-                self.stage.adapter.submit_chunk(request_id, {"token_ids": list(tokens), "hidden": fresh})
+                life.steps.add(tokens, fresh)
+                if is_first or len(life.steps) >= self.stage.steps_together:
+                    # A refusal needs no answer: the stage tells why the request is over, in its feedback.
+                    self.stage.adapter.submit_chunk(request_id, life.steps.take())
 
     def _leave(self, life: _Life) -> None:
         """The request is finished in vLLM: the one place where the end of its output is said."""
@@ -240,7 +245,7 @@ class StageSchedulerLayer(SchedulerInterface):  # type: ignore[misc] # vLLM is n
         elif status is RequestStatus.FINISHED_ERROR:
             self.stage.adapter.fail(request_id, "the engine ended it with an error")
         elif self.stage.sends:
-            self.stage.adapter.end(request_id)
+            self.stage.adapter.end(request_id, life.steps.take())
             return  # released by the stage itself, once the end is out
         self.stage.adapter.release(request_id)
 

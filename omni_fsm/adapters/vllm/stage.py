@@ -12,6 +12,7 @@ import msgspec
 from omni_fsm.adapters.runner import StageRunnerAdapter
 from omni_fsm.adapters.vllm.producers import states_as_prompt
 from omni_fsm.connectors import Role, Wiring
+from omni_fsm.connectors.port import FULL_PAYLOAD
 from omni_fsm.connectors.settings import converted
 from omni_fsm.connectors.wiring import replica_name
 from omni_fsm.protocol.errors import ConfigError
@@ -22,6 +23,14 @@ KEY = "omni_fsm"
 """Where vLLM keeps what is meant for us: in ``additional_config`` for an engine, in ``extra_args`` for a request."""
 
 
+_USUAL = {"backlog_policy": "fail", "workers": 1}
+"""Producers compute, in Python: more than one at once would only take turns, with each other and with the engine's own thread."""
+
+_STEPS_TOGETHER = 32
+"""Of a full payload nobody sees a part before its end, so its steps need not cross to the producer's thread one by one. After the
+first step they do in lots: so the producer's work is spread, and a request that it refuses does not go on for long."""
+
+
 class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``additional_config["omni_fsm"]`` of an engine. Written by whoever starts the engine, never received from a peer.
 
@@ -29,9 +38,11 @@ class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stage: The stage that the engine is.
         edges: All edges of the pipeline, as `Wiring` takes them.
         extra: For every edge; an edge's own wins.
-        config: Settings of `StageConfig` but its ``stage``. ``backlog_policy`` is ``fail``: a step cannot be taken back.
+        config: Settings of `StageConfig` but its ``stage``. ``backlog_policy`` is ``fail``: a step cannot be taken back;
+            ``workers`` is 1 if nothing is said: more than one serve producers that wait for something.
         producer: ``module:attribute`` of the producer, which gets ``{"token_ids": [...], "hidden": [tokens, hidden]}`` for each
-            step. Empty: `omni_fsm.adapters.vllm.producers.states_as_prompt`.
+            step, or on an edge in the mode ``full_payload`` for some steps together, the last with the end. Empty:
+            `omni_fsm.adapters.vllm.producers.states_as_prompt`.
         replica_id: Which copy of the pipeline this is.
     """
 
@@ -143,6 +154,7 @@ class EngineCoreStage:
         news: Set while there is feedback that was not collected; whoever collects clears it first.
         sends: Whether there is an output edge.
         receives: Whether there is an input edge.
+        steps_together: How many steps of a request are submitted at once.
 
     Raises:
         ConfigError: A connector, a setting of the stage or the producer cannot be used.
@@ -155,6 +167,8 @@ class EngineCoreStage:
         self._wake = wake
         with _within(KEY):
             source, sink = settings.wiring().open(settings.stage, replica_id=settings.replica_id)
+        is_whole = sink is not None and sink.hello().mode == FULL_PAYLOAD
+        self.steps_together = _STEPS_TOGETHER if is_whole else 1
         self.adapter = StageRunnerAdapter(config, source=source, sink=sink, producer=producer, host=self)
 
     def stream_offered(self, identity: Identity) -> Offer:  # noqa: ARG002 - the port's signature
@@ -185,7 +199,7 @@ def _check_served(vllm_config: Any) -> None:
 
 
 def _stage_config(settings: StageSettings) -> StageConfig:
-    given = {"backlog_policy": "fail", **settings.config}
+    given = {**_USUAL, **settings.config}
     names = {setting.name for setting in fields(StageConfig)} - {"stage"}
     for key, value in given.items():
         if key not in names:

@@ -6,6 +6,7 @@ of each request, hands them on.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,31 @@ def states_of(output: Any) -> States:
     """The states that a runner's output brings. Called by: the scheduler layer; they are the caller's."""
     states: States = getattr(output, _ATTRIBUTE, {})
     return states
+
+
+class Steps:
+    """What some steps of one request gave. Its length is their number."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, token_ids: Iterable[int], rows: torch.Tensor) -> None:
+        """Append a step: what it sampled, and ``[tokens, hidden]`` of what it computed for the first time."""
+        self._token_ids += token_ids
+        self._rows.append(rows)
+
+    def take(self) -> dict[str, Any] | None:
+        """All of it as one output for the producer, and nothing is left; None if there is nothing."""
+        if not self._rows:
+            return None
+        rows = self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
+        taken = {"token_ids": self._token_ids, "hidden": rows}
+        self._token_ids, self._rows = [], []
+        return taken
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def check_worker(worker_cls: str) -> None:
