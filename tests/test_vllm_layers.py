@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from omni_fsm.adapters import ProducerContext, StageConfig, StageRunnerAdapter, TakenKind, Wiring
-from omni_fsm.bench.idle import look
+from omni_fsm.bench import idle
+from omni_fsm.cli import app
 from omni_fsm.demo.engine_pair import (
     FIRST,
     NEAR,
@@ -421,7 +423,7 @@ def test_tokens_are_a_prompt_as_well(pair: Pair) -> None:
     pair.run(script())
 
 
-def test_a_parked_request_is_in_no_queue_and_lets_the_engine_sleep(pair: Pair) -> None:
+def test_a_parked_request_is_in_no_queue_and_has_no_slot(pair: Pair) -> None:
     names = [f"parked{number}" for number in range(8)]
     ids = prompts(8)
 
@@ -433,9 +435,6 @@ def test_a_parked_request_is_in_no_queue_and_lets_the_engine_sleep(pair: Pair) -
         await pair.second.ask("alone", {"prompt_token_ids": ids[0]}, greedy())
         assert max(pair.second.stats.running) == 1
         assert max(pair.second.stats.waiting) == 0
-        spent_s, _ = await look(pair, 2.0)
-        print(f"CPU time in 2 s: {spent_s}")  # noqa: T201 - shown with -rP
-        assert max(spent_s[FIRST], spent_s[SECOND]) < 0.02
         assert not any(task.done() for task in waiting)
         await asyncio.gather(*(pair.begins(*each) for each in zip(names, generations, ids, strict=True)))
         return await asyncio.gather(*waiting)
@@ -443,6 +442,12 @@ def test_a_parked_request_is_in_no_queue_and_lets_the_engine_sleep(pair: Pair) -
     said = pair.run(script())
     assert [each.finish_reason for each in said] == ["length"] * 8
     check_payloads(names)
+
+
+def test_engines_sleep_while_all_requests_are_parked(pair: Pair) -> None:
+    found = pair.run(idle.parked(pair, requests=32, seconds=1.0, settle_s=0.5))
+    print(idle.in_words(found))  # noqa: T201 - shown with -rP
+    assert max(found["parked"][FIRST], found["parked"][SECOND]) < 0.02
 
 
 def test_a_request_that_cannot_be_served_ends_by_itself(pair: Pair) -> None:
@@ -594,6 +599,15 @@ def test_a_killed_engine_fails_what_waits_for_it_and_the_other_serves_on(model: 
         pair.run(script())
     finally:
         pair.close()
+
+
+def test_the_command_lets_two_engines_talk_and_compares_what_they_say() -> None:
+    done = CliRunner().invoke(app, ["engines", "--requests", "3", "--json"])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["requests"], found["equal"] + found["near_ties"], found["left"]) == (3, 3, 0)
+    assert found["tokens"] == [3 * NEW_TOKENS] * 2
+    assert found["states"] == sum(len(ids) + NEW_TOKENS - 1 for ids in prompts(3))
 
 
 @pytest.fixture(scope="module")

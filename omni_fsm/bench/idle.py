@@ -23,8 +23,8 @@ def measure(*, requests: int = 32, seconds: float = 10.0) -> dict[str, Any]:
         seconds: How long to look, each time.
 
     Returns:
-        ``empty`` and ``parked``, each the CPU seconds of every process; ``share``, the sum of ``parked`` over the time: 0.01 is
-        one hundredth of a core.
+        ``empty`` and ``parked``, each the CPU seconds of every process; ``share_empty`` and ``share_parked``, their sums over the
+        time: 0.01 is one hundredth of a core.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -40,7 +40,8 @@ def in_words(found: dict[str, Any]) -> list[str]:
         f"{name}: {found['empty'][name] * 1e3:.1f} ms of CPU time with no request, {parked_s * 1e3:.1f} ms with them parked"
         for name, parked_s in found["parked"].items()
     ]
-    return [*spent, f"{found['requests']} parked requests, {found['seconds']:.1f} s: {found['share']:.2%} of a core"]
+    shares = f"{found['share_parked']:.2%} of a core; with no request {found['share_empty']:.2%}"
+    return [*spent, f"{found['requests']} parked requests, {found['seconds']:.1f} s: {shares}"]
 
 
 async def _measure(requests: int, seconds: float, directory: Path) -> dict[str, Any]:
@@ -48,17 +49,22 @@ async def _measure(requests: int, seconds: float, directory: Path) -> dict[str, 
     pair = EnginePair(stage_args(model, FIRST, settings), stage_args(model, SECOND, settings))
     try:
         await pair.both("first", prompts(1)[0], max_tokens=_MAX_TOKENS)
-        await asyncio.sleep(_SETTLE_S)
-        empty, _ = await look(pair, seconds)
-        lives = {f"r{number}": pair.generations.next() for number in range(requests)}
-        waiting = [asyncio.create_task(pair.waits(*life, max_tokens=_MAX_TOKENS)) for life in lives.items()]
-        await asyncio.sleep(_SETTLE_S)
-        parked, spent_s = await look(pair, seconds)
-        begins = zip(lives.items(), prompts(requests), strict=True)
-        await asyncio.gather(*(pair.begins(*life, ids, max_tokens=_MAX_TOKENS) for life, ids in begins))
-        said = await asyncio.gather(*waiting)
+        return await parked(pair, requests, seconds, _SETTLE_S)
     finally:
         pair.close()
+
+
+async def parked(pair: EnginePair, requests: int, seconds: float, settle_s: float) -> dict[str, Any]:
+    """As `measure`, with engines that run, from ``settle_s`` after the last step on."""
+    await asyncio.sleep(settle_s)
+    empty, _ = await _look(pair, seconds)
+    lives = {f"parked-{number}": pair.generations.next() for number in range(requests)}
+    waiting = [asyncio.create_task(pair.waits(*life, max_tokens=_MAX_TOKENS)) for life in lives.items()]
+    await asyncio.sleep(settle_s)
+    spent, spent_s = await _look(pair, seconds)
+    begins = zip(lives.items(), prompts(requests), strict=True)
+    await asyncio.gather(*(pair.begins(*life, ids, max_tokens=_MAX_TOKENS) for life, ids in begins))
+    said = await asyncio.gather(*waiting)
     if any(each.finish_reason != "length" for each in said):
         raise AssertionError([(each.finish_reason, each.stop_reason) for each in said])
     return {
@@ -66,12 +72,13 @@ async def _measure(requests: int, seconds: float, directory: Path) -> dict[str, 
         "requests": requests,
         "seconds": spent_s,
         "empty": empty,
-        "parked": parked,
-        "share": sum(parked.values()) / spent_s,
+        "parked": spent,
+        "share_empty": sum(empty.values()) / spent_s,
+        "share_parked": sum(spent.values()) / spent_s,
     }
 
 
-async def look(pair: EnginePair, seconds: float) -> tuple[dict[str, float], float]:
+async def _look(pair: EnginePair, seconds: float) -> tuple[dict[str, float], float]:
     """The CPU seconds of each process of a pair of engines and of this one, and how long it was looked."""
     pids = {"client": os.getpid()}
     for stage, engine in ((FIRST, pair.first), (SECOND, pair.second)):
