@@ -1,7 +1,9 @@
 """The command line: ``omni-fsm demo``, ``omni-fsm engines``, ``omni-fsm explore`` and ``omni-fsm bench``."""
 
+import contextlib
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="The inter-st
 @app.callback()
 def callback() -> None:
     """The inter-stage protocol of model pipelines, as explicit state machines."""
+
+
+@contextlib.contextmanager
+def _refusals(console: Console) -> Iterator[None]:
+    """What cannot be done is said in one line, and the exit status is 2."""
+    try:
+        yield
+    except OmniFsmError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -59,7 +71,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     from omni_fsm.demo.command import order_of  # noqa: PLC0415
 
     console = Console(stderr=as_json)
-    try:
+    with _refusals(console):
         order = order_of(
             out=out,
             cancel=cancel,
@@ -74,9 +86,6 @@ def demo(  # noqa: PLR0913 - each is a flag
             engine=engine,
         )
         report = _with_progress(console, order)
-    except OmniFsmError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     wrong = demo_run.as_asked(order, report)
     _show(console, report, wrong)
     if as_json:
@@ -159,11 +168,8 @@ def engines(
     from omni_fsm.demo import engine_pair  # noqa: PLC0415 - loads torch: other commands need not
 
     console = Console(stderr=as_json)
-    try:
+    with _refusals(console):
         found = engine_pair.run(requests)
-    except OmniFsmError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     for line in engine_pair.in_words(found):
         console.print(line, highlight=False)
     if as_json:
@@ -193,16 +199,13 @@ def explore_command(
     from omni_fsm.verify import command  # noqa: PLC0415 - other commands need not load it
 
     console = Console(stderr=as_json)
-    try:
+    with _refusals(console):
         if cases:
             report = command.show_cases(console)
         elif fault is not None:
             report = command.show_faults(console, fault, diagram=diagram)
         else:
             report = command.show_scopes(console, deep=deep, diagram=diagram)
-    except OmniFsmError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(report.content))
     raise typer.Exit(0 if report.is_well else 1)
@@ -216,14 +219,11 @@ def bench(
 ) -> None:
     """Measure, within one run: medians of rounds that alternate."""
     console = Console(stderr=as_json)
-    try:
+    with _refusals(console):
         if case not in _CASES:
             raise ConfigError("--case", case, ", ".join(_CASES))
         measurement = importlib.import_module(f"omni_fsm.bench.{case}")  # loads torch: other commands need not
         found = measurement.measure()
-    except OmniFsmError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     for line in measurement.in_words(found):
         console.print(line, highlight=False)
     if as_json:

@@ -2,6 +2,9 @@
 
 Installed by ``scheduler_cls="omni_fsm.adapters.vllm.scheduler.StageScheduler"``; with async scheduling ``StageAsyncScheduler``.
 Everything here runs on the engine's own thread, between its steps, but for `EngineWaker`. Nothing but `shutdown` waits.
+
+`omni_fsm.adapters.SchedulerCoordinator` parks requests that go on with each chunk, in the scheduler's queues. Here a request is
+parked before it is one: of what has no prompt yet, vLLM could count neither tokens nor blocks.
 """
 
 import logging
