@@ -42,12 +42,15 @@ def test_the_ratio_of_two_engines_is_that_of_each_round(monkeypatch: pytest.Monk
 
 @pytest.mark.vllm
 def test_with_a_plain_queue_the_second_engine_gets_all_states(tmp_path: Path) -> None:
+    async def script() -> float:
+        pipeline = engines._pipeline("queue", tiny_model(tmp_path / "model"), tmp_path / "edge")
+        try:
+            return await engines._seconds(pipeline, 3, 4)  # raises where an answer is not whole
+        finally:
+            pipeline.close()
+
     require_vllm()
-    pipeline = engines._pipeline("queue", tiny_model(tmp_path / "model"), tmp_path / "edge")
-    try:
-        assert asyncio.run(engines._seconds(pipeline, 3, 4)) > 0  # raises where an answer is not whole
-    finally:
-        pipeline.close()
+    assert asyncio.run(script()) > 0
 
 
 def test_a_case_that_there_is_not_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +17,17 @@ from omni_fsm.runtime import device
 PATIENCE_S = 10.0
 
 
-def sent_on(outputs: list[Any], producer: Any) -> list[Any]:
-    """What a stage behind gets of a runner's outputs, of which the last comes with the end."""
+def sent_on(chunks: Iterable[Any], end: Any, producer: Any) -> list[Any]:
+    """What a stage behind gets of a runner's outputs."""
     there, here = memory_pair(Hello(Edge("thinker", "talker"), "digest"))
     thinker = StageRunnerAdapter(StageConfig(stage="thinker"), sink=there, producer=producer)
     talker = StageRunnerAdapter(StageConfig(stage="talker"), source=here)
     got: list[Any] = []
     with thinker, talker:
         internal_id, _ = thinker.open("r")
-        for output in outputs[:-1]:
+        for output in chunks:
             assert thinker.submit_chunk(internal_id, output).accepted
-        thinker.end(internal_id, outputs[-1])
+        thinker.end(internal_id, end)
         for _ in range(int(PATIENCE_S / 0.05)):
             told = talker.collect_feedback(0.05)
             for name in told.ready:
@@ -40,7 +41,7 @@ def sent_on(outputs: list[Any], producer: Any) -> list[Any]:
 class Stream:
     """A stream of a device that there is not: it only says what is asked of it."""
 
-    device = torch.device("meta")
+    device = torch.device("cuda:0")
 
     def __init__(self, said: list[str], numbers: Iterator[int]) -> None:
         self.said, self.numbers = said, numbers
@@ -68,7 +69,7 @@ def test_the_producer_s_stream_waits_for_the_runner_s(monkeypatch: pytest.Monkey
         said.append(f"produced from {context.output}")
         return context.output
 
-    assert sent_on(["one", "two"], producer) == ["one", "two"]
+    assert sent_on(["one"], "two", producer) == ["one", "two"]
     for output in ("one", "two"):
         at = said.index(f"produced from {output}")
         event, _, how = said[at - 1].partition(" is ")
@@ -84,18 +85,19 @@ def test_without_a_gpu_an_output_stays_what_it_is() -> None:
     assert device.handed_out(output) is output
 
 
+def slowly(number: int) -> torch.Tensor:
+    """A tensor that is not there yet when this returns, for about a tenth of a second."""
+    torch.cuda._sleep(200_000_000)
+    return torch.full((1000, 100), float(number), device="cuda")
+
+
 @pytest.mark.gpu
 def test_what_is_still_being_computed_on_a_stream_is_sent_as_it_will_be() -> None:
     def producer(context: ProducerContext) -> Any:
         return None if context.output is None else context.output * 2
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        outputs = []
-        for number in range(4):
-            torch.cuda._sleep(200_000_000)  # about a tenth of a second: the tensor is not there when it is submitted
-            outputs.append(torch.full((1000, 100), float(number), device="cuda"))
-        got = sent_on(outputs, producer)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = sent_on(map(slowly, range(3)), slowly(3), producer)
     assert [payload.unique().tolist() for payload in got] == [[0.0], [2.0], [4.0], [6.0]]
 
 
@@ -106,3 +108,24 @@ def test_what_is_still_being_computed_on_a_stream_is_sent_as_it_will_be() -> Non
 def test_a_tensor_of_a_gpu_is_encoded_as_on_the_cpu(make: Any) -> None:
     tensor = make()
     assert torch.equal(decode(b"".join(encode(tensor).parts)), tensor.cpu())
+
+
+@pytest.mark.gpu
+def test_memory_of_an_output_is_not_used_again_while_its_producer_s_work_is_queued() -> None:
+    """The producer keeps a sum and returns at once: its own stream still has to read what it was given."""
+
+    def producer(context: ProducerContext) -> Any:
+        total = context.state.get_or_create("test.total", lambda: torch.zeros(1000, 100, device="cuda"))
+        if context.output is not None:
+            torch.cuda._sleep(200_000_000)
+            total += context.output
+        return total.clone() if context.is_finished else None
+
+    def outputs() -> Iterator[Any]:
+        for number in range(8):
+            yield torch.full((1000, 100), float(number), device="cuda")  # in the memory of one before, if that is free
+            time.sleep(0.02)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (got,) = sent_on(outputs(), None, producer)
+    assert got.unique().tolist() == [28.0]

@@ -61,7 +61,8 @@ async def think(request: Any) -> AsyncIterator[Any]:
     ids: list[int] = []
     async for taken in request.frames():
         ids += taken.payload or []
-    async for output in request.generate({"prompt_token_ids": ids}, greedy()):
+    prompt = ids if request.identity.external_id == "list" else {"prompt_token_ids": ids}
+    async for output in request.generate(prompt, greedy()):
         yield list(output.outputs[0].token_ids)
 
 
@@ -243,7 +244,8 @@ def test_what_the_engine_refuses_ends_its_request_in_its_own_words(engine: Engin
     async def script() -> None:
         around.ask("long", list(range(400)))
         around.ask("foreign", [1, VOCABULARY])
-        await around.until(lambda: len(around.failed) == 2)
+        around.ask("list", [1, VOCABULARY])
+        await around.until(lambda: len(around.failed) == 3)
         around.ask("short", prompts(1)[0])
         await around.until(lambda: around.ended)
 
@@ -346,8 +348,10 @@ def test_a_prompt_that_grows_ends_in_the_engine_when_its_request_does(
         ([[1, 2], [VOCABULARY]], "error(PromptError: prompt_token_ids: "),
         ([[1, 2], "text"], "error(ConfigError: prompt: 'text' cannot be used"),
         ([[1, 2], 1.5], "error(TypeError: 'float' object is not iterable"),
+        ([[1, 2], "cumulative"], "error(ConfigError: output_kind: "),
+        ([[1, 2], "cancelled"], "error(UpdatesCancelledError: CancelledError: inside the updates)"),
     ],
-    ids=["too long", "no update", "no token", "foreign tokens", "no token ids", "raises"],
+    ids=["too long", "no update", "no token", "foreign tokens", "no token ids", "raises", "no deltas", "cancelled"],
 )
 def test_a_prompt_that_cannot_grow_further_ends_its_request_alone(
     engine: Engine, chunks: list[Any], words: str
@@ -357,9 +361,17 @@ def test_a_prompt_that_cannot_grow_further_ends_its_request_alone(
     async def work(request: Any) -> AsyncIterator[Any]:
         async def updates() -> AsyncIterator[Any]:
             from vllm.engine.protocol import StreamingInput
+            from vllm.inputs import tokens_input
+            from vllm.sampling_params import RequestOutputKind
 
             async for taken in request.frames():
-                if isinstance(taken.payload, str):
+                if taken.payload == "cancelled":
+                    raise asyncio.CancelledError
+                if taken.payload == "cumulative":
+                    params = greedy(6)
+                    params.output_kind = RequestOutputKind.CUMULATIVE
+                    yield StreamingInput(tokens_input([1]), params)
+                elif isinstance(taken.payload, str):
                     yield StreamingInput(taken.payload)  # type: ignore[arg-type]
                 elif taken.payload is not None:
                     yield update(taken.payload)

@@ -8,7 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omni_fsm.demo.engine_pair import FIRST, SECOND, EnginePair, edge_settings, prompts, stage_args, tiny_model
+from omni_fsm.demo.engine_pair import (
+    FIRST,
+    SECOND,
+    SETTLE_S,
+    EnginePair,
+    edge_settings,
+    prompts,
+    stage_args,
+    tiny_model,
+)
 from omni_fsm.demo.models import require_vllm
 
 _OURS, _QUEUE = "omni_fsm", "queue"
@@ -92,6 +101,7 @@ def _pipeline(name: str, model: str, directory: Path) -> EnginePair:
 
 
 async def _seconds(pipeline: EnginePair, requests: int, max_tokens: int) -> float:
+    await asyncio.sleep(SETTLE_S)  # the other pipeline's workers
     begun_s = time.perf_counter()
     asked = enumerate(itertools.islice(itertools.cycle(prompts(_LENGTHS)), requests))
     said = await asyncio.gather(*(pipeline.both(f"r{number}", ids, max_tokens=max_tokens) for number, ids in asked))

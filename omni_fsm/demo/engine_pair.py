@@ -30,6 +30,9 @@ NEW_TOKENS = 24
 MAX_TOKENS = 200
 """Of prompt and answer together, in either engine."""
 
+SETTLE_S = 3.0
+"""Until an idle engine rests: vLLM's workers look for work without a pause for a second after the last step."""
+
 SHUTDOWN_S = 20.0
 """What an engine's process has to end its workers before it is killed: on busy cores vLLM's usual five seconds are too few."""
 
@@ -165,7 +168,10 @@ class Engine:
         return said
 
     def close(self) -> None:
-        """Shut it down, and let go of it: vLLM's client complains when it is collected at the interpreter's end."""
+        """Shut it down, and let go of it: vLLM's client complains when it is collected at the interpreter's end.
+
+        Called by: whoever made it, while the event loop of its clients is open: vLLM closes its sockets by it.
+        """
         self.llm.shutdown(timeout=SHUTDOWN_S)
         self.llm = None
         gc.collect()
@@ -298,11 +304,12 @@ def first_difference(said: list[int], expected: Said) -> int | None:
         said: One answer.
         expected: The other, with the two likeliest logprobs of each token.
     """
-    for at, (one, other) in enumerate(zip(said, expected.token_ids, strict=True)):
+    for at, (one, other) in enumerate(zip(said, expected.token_ids, strict=False)):
         if one != other:
             likely = sorted((each.logprob for each in expected.logprobs[at].values()), reverse=True)
             return None if likely[0] - likely[1] < NEAR else at
-    return None
+    lengths = sorted((len(said), len(expected.token_ids)))
+    return None if lengths[0] == lengths[1] else lengths[0]
 
 
 def is_well(found: Mapping[str, Any]) -> bool:
@@ -318,6 +325,7 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
         f"{found['states']} rows of states sent, in {found['seconds']:.2f} s",
         f"as the {SECOND} says when asked directly: {found['equal']}",
         f"near ties: {found['near_ties']}; different: {found['different']}; left: {found['left']}",
+        f"finish reasons: {', '.join(found['finish_reasons'])}",
     ]
 
 
@@ -341,8 +349,9 @@ def run(requests: int = 32, max_tokens: int = NEW_TOKENS) -> dict[str, Any]:
         max_tokens: Of each answer, at either engine.
 
     Returns:
-        ``equal``, ``near_ties`` and ``different`` count the second's answers, compared token by token; ``states`` the rows that
-        were sent; ``left`` what is still in the edge's directory after both engines ended.
+        ``equal``, ``near_ties`` and ``different`` count the second's answers, compared token by token, of requests that ended as
+        they should; ``states`` the rows that were sent for them; ``left`` what is still in the edge's directory after both
+        engines ended.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -351,6 +360,10 @@ def run(requests: int = 32, max_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="omni_fsm_") as path:
         os.environ[RECORD] = path
         return asyncio.run(_run(requests, max_tokens, Path(path)))
+
+
+def _is_whole(said: tuple[Said, Said]) -> bool:
+    return all(each.finish_reason == "length" for each in said)
 
 
 async def _run(requests: int, max_tokens: int, directory: Path) -> dict[str, Any]:
@@ -362,19 +375,20 @@ async def _run(requests: int, max_tokens: int, directory: Path) -> dict[str, Any
         begun_s = time.perf_counter()
         said = await asyncio.gather(*(pair.both(name, ids, max_tokens=max_tokens) for name, ids in asked.items()))
         spent_s = time.perf_counter() - begun_s
-        directly = await asyncio.gather(*(pair.direct(name, max_tokens) for name in asked))
+        whole = {name: both[1] for name, both in zip(asked, said, strict=True) if _is_whole(both)}
+        directly = await asyncio.gather(*(pair.direct(name, max_tokens) for name in whole))
     finally:
         pair.close()
-    answers = [(second.token_ids, expected) for (_, second), expected in zip(said, directly, strict=True)]
+    answers = [(second.token_ids, expected) for second, expected in zip(whole.values(), directly, strict=True)]
     equal = sum(tokens == expected.token_ids for tokens, expected in answers)
     different = sum(first_difference(tokens, expected) is not None for tokens, expected in answers)
     return {
         "requests": requests,
         "finish_reasons": sorted({str(each.finish_reason) for both in said for each in both}),
-        "states": sum(len(torch.load(record_of(name))) for name in asked),
+        "states": sum(len(torch.load(record_of(name))) for name in whole),
         "tokens": [sum(len(both[at].token_ids) for both in said) for at in range(2)],
         "equal": equal,
-        "near_ties": requests - equal - different,
+        "near_ties": len(answers) - equal - different,
         "different": different,
         "most_running": [max(engine.stats.running) for engine in (pair.first, pair.second)],
         "seconds": spent_s,

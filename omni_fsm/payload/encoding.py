@@ -199,7 +199,7 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     """From a GPU into pinned memory: it is copied at the bus's full speed, and torch keeps the memory for the next one."""
     if not value.is_cuda:
         return value.cpu()
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value)
 
 
 def _add_array(walk: _Walk, value: np.ndarray[Any, Any]) -> None:

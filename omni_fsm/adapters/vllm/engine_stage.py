@@ -35,6 +35,10 @@ class EngineRequestError(OmniFsmError):
         super().__init__(f"the engine ended {identity} with finish reason {finish_reason}")
 
 
+class UpdatesCancelledError(OmniFsmError):
+    """The updates of a prompt that grows raised CancelledError of their own, which vLLM would take for its own."""
+
+
 class _Session:
     """A prompt that grows. Each update is handed on once the one before is answered: only then is its length known.
 
@@ -42,16 +46,19 @@ class _Session:
         prompt: What vLLM reads, in a task of its own.
     """
 
-    def __init__(self, engine: AsyncLLM, updates: AsyncGenerator[StreamingInput, None], asked: SamplingParams) -> None:
-        if engine.vllm_config.speculative_config is not None:
-            wrong = "one prompt: with speculative decoding vLLM counts accepted drafts as a part of the next update"
-            raise ConfigError("prompt", updates, wrong)
-        if asked.output_kind is not RequestOutputKind.DELTA:
-            raise ConfigError("output_kind", asked.output_kind, "DELTA, where the prompt grows")
-        self.prompt: Any = self._read(updates)
-        self._model_config = engine.model_config
+    def __init__(self, engine: AsyncLLM, updates: AsyncGenerator[StreamingInput, None]) -> None:
+        self.prompt: Any = self._read()
+        self._engine, self._updates = engine, updates
         self._length = 0
         self._answered, self._over = asyncio.Event(), asyncio.Event()
+
+    def check(self, asked: SamplingParams | None) -> None:
+        """Refuse what vLLM accepts and cannot do, or what hides how much was said."""
+        if self._engine.vllm_config.speculative_config is not None:
+            wrong = "one prompt: with speculative decoding vLLM counts accepted drafts as a part of the next update"
+            raise ConfigError("prompt", self._updates, wrong)
+        if asked is not None and asked.output_kind is not RequestOutputKind.DELTA:
+            raise ConfigError("output_kind", asked.output_kind, "DELTA, where the prompt grows")
 
     def hear(self, output: RequestOutput) -> None:
         """Count what is said; the end of an answer lets the next update go."""
@@ -62,35 +69,46 @@ class _Session:
                 self._answered.set()
 
     async def aclose(self) -> None:
-        """Close the caller's generator; vLLM's task has ended, or was cancelled."""
+        """Close the caller's generator; vLLM's task has ended, was cancelled, or never began to read."""
         if self.prompt.ag_running:
             await self._over.wait()
         await self.prompt.aclose()
+        await self._updates.aclose()
 
-    async def _read(self, updates: AsyncGenerator[StreamingInput, None]) -> AsyncGenerator[StreamingInput, None]:
+    async def _read(self) -> AsyncGenerator[StreamingInput, None]:
         """The updates, checked for what vLLM does not check: its worker dies of too many tokens, and it answers none."""
         try:
-            async with contextlib.aclosing(updates):
-                async for update in updates:
-                    token_ids = _token_ids(update.prompt, self._model_config)
-                    if not token_ids:
-                        raise ConfigError("prompt", update.prompt, "updates of one token id or more")
-                    self._length += len(token_ids)
-                    limit = self._model_config.max_model_len
-                    if self._length >= limit:
-                        raise ConfigError("prompt", self._length, f"fewer tokens than {limit}, answers included")
+            async with contextlib.aclosing(self._updates):
+                async for update in self._updates:
+                    self._count(update)
                     self._answered.clear()
                     yield update
                     await self._answered.wait()
             if not self._length:
-                raise ConfigError("prompt", updates, "one update or more")
+                raise ConfigError("prompt", self._updates, "one update or more")
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise UpdatesCancelledError("CancelledError: inside the updates") from error
         finally:
             self._over.set()
 
+    def _count(self, update: StreamingInput) -> None:
+        self.check(update.sampling_params)
+        model_config = self._engine.model_config
+        token_ids = _token_ids(update.prompt, model_config) if isinstance(update.prompt, dict) else None
+        if not token_ids:
+            raise ConfigError("prompt", update.prompt, "updates of one token id or more")
+        self._length += len(token_ids)
+        if self._length >= model_config.max_model_len:
+            wrong = f"fewer tokens than {model_config.max_model_len}, answers included"
+            raise ConfigError("prompt", self._length, wrong)
+
 
 def _token_ids(prompt: Any, model_config: Any) -> list[int]:
-    """The token ids of a prompt, checked; none of a prompt of another kind, which vLLM checks."""
-    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    """The token ids of a prompt, checked; none of a prompt that is text or embeddings, which vLLM checks."""
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, list) else None
     return checked_token_ids(given, model_config) if given is not None else []
 
 
@@ -125,13 +143,16 @@ class EngineRequest(StageRequest):
             EngineRequestError: The engine broke it off.
             PromptError: Token ids that are none of the model's.
             ConfigError: A prompt that grows cannot be used.
+            UpdatesCancelledError: Its updates were cancelled, but nobody cancelled the request.
             Exception: What vLLM raises, such as ``EngineDeadError`` when its process is gone; what the updates raise.
         """
         _token_ids(prompt, self._engine.model_config)
         name = f"{self.internal_id}/{next(self._numbers)}"
-        session = _Session(self._engine, prompt, sampling_params) if isinstance(prompt, AsyncGenerator) else None
+        session = _Session(self._engine, prompt) if isinstance(prompt, AsyncGenerator) else None
         outputs = self._engine.generate(prompt if session is None else session.prompt, sampling_params, name)
         try:
+            if session is not None:
+                session.check(sampling_params)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     self._check(output)

@@ -125,7 +125,7 @@ class _Gathered:
         self._copied: torch.cuda.Event | None = None
         self._on_cpu = rows
         if rows.is_cuda:
-            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             stream = _copy_stream(rows.device)
             stream.wait_stream(torch.cuda.current_stream(rows.device))
             with torch.cuda.stream(stream):
