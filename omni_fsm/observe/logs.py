@@ -39,10 +39,12 @@ class LogObserver:
         self._log = stage_logger(stage) if logger is None else logger.bind(stage=stage)
         self._level = logging.getLogger(LOGGER) if logger is None else None
 
+    def wants_transitions(self) -> bool:
+        """Whether debug is on. A logger of the application's own decides by itself."""
+        return self._level is None or self._level.isEnabledFor(logging.DEBUG)
+
     def on_transition(self, transition: Transition) -> None:
         """One line at debug."""
-        if self._level is not None and not self._level.isEnabledFor(logging.DEBUG):
-            return  # spares the binding on the hot path
         self._log.debug(
             f"{transition.machine}.{transition.event}",
             edge=str(transition.edge),

@@ -20,14 +20,16 @@ class Reports:
 
     def __init__(self, observers: tuple[Observer, ...], clock: Clock) -> None:
         self._observers = observers
+        self._wants = [(observer, getattr(observer, "wants_transitions", _always)) for observer in observers]
         self._clock = clock
         self._untold: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._telling = threading.Lock()
 
     def transition(self, request: Request, half: SenderHalf | ReceiverHalf, moved: Moved[Any, Any, Any]) -> None:
         """A half moved, or ignored an event."""
-        if not self._observers:
-            return
+        takers = [observer for observer, wants in self._wants if wants()]
+        if not takers:
+            return  # spares the hot path what nobody looks at
         transition = Transition(
             machine=half.table.machine,
             edge=half.edge,
@@ -42,7 +44,7 @@ class Reports:
             cause=half.cause,
             at_ns=self._clock.now_ns(),
         )
-        self._untold.extend((observer.on_transition, transition) for observer in self._observers)
+        self._untold.extend((observer.on_transition, transition) for observer in takers)
 
     def failure(self, what: str, request: Request, half: SenderHalf | ReceiverHalf, cause: Cause) -> None:
         """A request failed, or its end was lost."""
@@ -94,6 +96,10 @@ class Reports:
                 _tell_last(observer, failure)
             if not others:
                 traceback.print_exc()  # nobody else is left to tell
+
+
+def _always() -> bool:
+    return True
 
 
 def _tell_last(observer: Observer, failure: Failure) -> None:

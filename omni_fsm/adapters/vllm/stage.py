@@ -26,7 +26,7 @@ KEY = "omni_fsm"
 _USUAL = {"backlog_policy": "fail", "workers": 1}
 """Producers compute, in Python: more than one at once would only take turns, with each other and with the engine's own thread."""
 
-_STEPS_TOGETHER = 32
+_STEPS_TOGETHER = 128
 """Of a full payload nobody sees a part before its end, so its steps need not cross to the producer's thread one by one. After the
 first step they do in lots: so the producer's work is spread, and a request that it refuses does not go on for long."""
 
