@@ -33,7 +33,7 @@ _SCHEDULERS = {
 }
 
 
-def measure(*, pairs: int = 9, requests: int = 128, max_tokens: int = 64) -> dict[str, Any]:
+def measure(*, pairs: int = 9, requests: int = 256, max_tokens: int = 64) -> dict[str, Any]:
     """Let both pipelines of two engines answer the same requests, in turn; each is first in every other round.
 
     Args:
