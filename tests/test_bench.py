@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from omni_fsm.bench import accumulate, engines
 from omni_fsm.cli import app
-from omni_fsm.demo.engine_pair import tiny_model
 from omni_fsm.demo.models import require_vllm
 
 
@@ -43,7 +42,7 @@ def test_the_ratio_of_two_engines_is_that_of_each_round(monkeypatch: pytest.Monk
 @pytest.mark.vllm
 def test_with_a_plain_queue_the_second_engine_gets_all_states(tmp_path: Path) -> None:
     async def script() -> float:
-        pipeline = engines._pipeline("queue", tiny_model(tmp_path / "model"), tmp_path / "edge")
+        pipeline = engines._pipeline("queue", tmp_path / "queue")
         try:
             return await engines._seconds(pipeline, 3, 4)  # raises where an answer is not whole
         finally:

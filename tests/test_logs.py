@@ -8,6 +8,7 @@ from scripted import DONE, R1, CountingProducer, Stage, cancelled, middle, openi
 from omni_fsm.connectors.port import Stopped
 from omni_fsm.observe import LogObserver
 from omni_fsm.protocol.identity import Identity
+from omni_fsm.runtime import Failure, Transition
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -83,3 +84,34 @@ def test_an_id_with_a_line_break_stays_on_one_line(caplog: pytest.LogCaptureFixt
     stage.runtime.fail("r", "no\nway")
     stage.run()
     assert all("\n" not in line for line in lines(caplog, logging.DEBUG) + lines(caplog, logging.ERROR))
+
+
+def test_who_wants_no_transitions_is_told_of_failures_alone() -> None:
+    """It is asked each time: a setting may change while the stage runs."""
+
+    class Choosy:
+        def __init__(self) -> None:
+            self.wants = False
+            self.told: list[str] = []
+
+        def wants_transitions(self) -> bool:
+            return self.wants
+
+        def on_transition(self, transition: Transition) -> None:
+            self.told.append(str(transition.event))
+
+        def on_failure(self, failure: Failure) -> None:
+            self.told.append(failure.what)
+
+    choosy = Choosy()
+    stage = middle(observers=[choosy], producer=CountingProducer())
+    stage.open("r", R1)
+    stage.come(opening())
+    assert choosy.told == []
+    choosy.wants = True
+    stage.submit("r", "a")
+    assert choosy.told == ["chunk_submitted"]
+    choosy.wants = False
+    stage.submit("r", ValueError("boom"))
+    stage.run()
+    assert choosy.told == ["chunk_submitted", "failed"]

@@ -294,6 +294,17 @@ def test_32_requests_at_once_pass_from_engine_to_engine_to_the_last_bit(pair: Pa
     assert max(pair.second.stats.running) > 4
 
 
+def test_the_states_of_a_long_answer_arrive_whole(pair: Pair) -> None:
+    """Those of its first step go on at once, then in lots, the last with the end."""
+
+    async def script() -> None:
+        said = {"long": await pair.both("long", prompts(1)[0], max_tokens=300)}
+        assert len(torch.load(tap("long", "got"))) == len(prompts(1)[0]) + 299
+        await compare(pair, {"long": prompts(1)[0]}, said)
+
+    pair.run(script())
+
+
 def test_a_cached_prefix_at_the_first_engine_costs_no_state(pair: Pair) -> None:
     ids = [(5 * at) % VOCABULARY for at in range(140)]
 

@@ -8,29 +8,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omni_fsm.demo.engine_pair import (
-    FIRST,
-    SECOND,
-    SETTLE_S,
-    EnginePair,
-    edge_settings,
-    prompts,
-    stage_args,
-    tiny_model,
-)
+from omni_fsm.demo.engine_pair import SETTLE_S, EnginePair, pair_args, prompts
 from omni_fsm.demo.models import require_vllm
 
 _OURS, _QUEUE = "omni_fsm", "queue"
+
 QUEUE = "omni_fsm_bench_queue"
 """Where in their ``additional_config`` the engines find the path of the queue's socket."""
+
 _LENGTHS = 32
+"""How many lengths of prompts there are, from 5 tokens on."""
+
 _SCHEDULERS = {
-    _OURS: dict.fromkeys((FIRST, SECOND), "omni_fsm.adapters.vllm.scheduler.StageScheduler"),
-    _QUEUE: {
-        FIRST: "omni_fsm.bench.queue_engines.QueueSender",
-        SECOND: "omni_fsm.bench.queue_engines.QueueReceiver",
-    },
+    _OURS: ["omni_fsm.adapters.vllm.scheduler.StageScheduler"] * 2,
+    _QUEUE: ["omni_fsm.bench.queue_engines.QueueSender", "omni_fsm.bench.queue_engines.QueueReceiver"],
 }
+"""The first engine's and the second's."""
 
 
 def measure(*, pairs: int = 9, requests: int = 256, max_tokens: int = 64) -> dict[str, Any]:
@@ -73,11 +66,10 @@ def in_words(found: dict[str, Any]) -> list[str]:
 
 async def _rounds(directory: Path, pairs: int, requests: int, max_tokens: int) -> list[dict[str, float]]:
     """The seconds that each pipeline took in each round."""
-    model = tiny_model(directory / "model")
     pipelines: dict[str, EnginePair] = {}
     try:
         for name in _SCHEDULERS:
-            pipelines[name] = _pipeline(name, model, directory / name)
+            pipelines[name] = _pipeline(name, directory / name)
             await _seconds(pipelines[name], requests, max_tokens)  # warms it up
         found = []
         for number in range(pairs):
@@ -89,15 +81,14 @@ async def _rounds(directory: Path, pairs: int, requests: int, max_tokens: int) -
             pipeline.close()
 
 
-def _pipeline(name: str, model: str, directory: Path) -> EnginePair:
-    settings = edge_settings(directory)
-    first, second = (
-        stage_args(model, stage, settings, scheduler_cls=_SCHEDULERS[name][stage], enable_prefix_caching=False)
-        for stage in (FIRST, SECOND)
-    )
-    for arguments in (first, second):
+def _pipeline(name: str, directory: Path) -> EnginePair:
+    directory.mkdir()
+    both = pair_args(directory)
+    for arguments, scheduler in zip(both, _SCHEDULERS[name], strict=True):
+        arguments.scheduler_cls = scheduler
+        arguments.enable_prefix_caching = False  # each round asks the same
         arguments.additional_config[QUEUE] = str(directory / "queue")
-    return EnginePair(first, second)
+    return EnginePair(*both)
 
 
 async def _seconds(pipeline: EnginePair, requests: int, max_tokens: int) -> float:

@@ -7,20 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omni_fsm.demo.engine_pair import (
-    FIRST,
-    SECOND,
-    SETTLE_S,
-    EnginePair,
-    edge_settings,
-    prompts,
-    stage_args,
-    tiny_model,
-)
+from omni_fsm.demo.engine_pair import FIRST, SECOND, SETTLE_S, EnginePair, pair_args, prompts
 from omni_fsm.demo.models import require_vllm
 
 _MAX_TOKENS = 4
-
 
 _CPU_CLOCK = 2
 """With a pid above it the number of the clock that ``clock_getcpuclockid(3)`` gives, which Python lacks."""
@@ -56,8 +46,7 @@ def in_words(found: dict[str, Any]) -> list[str]:
 
 
 async def _measure(requests: int, seconds: float, directory: Path) -> dict[str, Any]:
-    model, settings = tiny_model(directory / "model"), edge_settings(directory / "edge")
-    pair = EnginePair(stage_args(model, FIRST, settings), stage_args(model, SECOND, settings))
+    pair = EnginePair(*pair_args(directory))
     try:
         await pair.both("first", prompts(1)[0], max_tokens=_MAX_TOKENS)
         return await parked(pair, requests, seconds, SETTLE_S)

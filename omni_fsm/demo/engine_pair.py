@@ -6,11 +6,12 @@ states.
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -82,6 +83,19 @@ def recorded(context: ProducerContext) -> Any:
     if context.is_finished:
         torch.save(torch.cat(rows), record_of(context.identity.external_id))
     return states_as_prompt(context)
+
+
+@contextlib.contextmanager
+def recording(directory: Path) -> Iterator[None]:
+    """Let `recorded` keep what it sends in a directory. Engines that are started within inherit it by their environment."""
+    before = os.environ.get(RECORD)
+    os.environ[RECORD] = str(directory)
+    try:
+        yield
+    finally:
+        del os.environ[RECORD]
+        if before is not None:
+            os.environ[RECORD] = before
 
 
 def record_of(external_id: str) -> Path:
@@ -252,6 +266,20 @@ def stage_args(model: str, stage: str, settings: Mapping[str, Any], **arguments:
     return engine_args(model, **{**layers, **arguments})
 
 
+def pair_args(directory: Path, producer: str = "") -> tuple[Any, Any]:
+    """Arguments of a thinker and a talker on the tiny model, with an edge between them.
+
+    Args:
+        directory: For the model and the edge, each in a directory that is made here.
+        producer: The thinker's; see `StageSettings`.
+    """
+    model, edges = tiny_model(directory / "model"), directory / "edges"
+    edges.mkdir(mode=0o700)
+    edge = {"from_stage": FIRST, "to_stage": SECOND, "mode": "full_payload", "extra": {"directory": str(edges)}}
+    first = stage_args(model, FIRST, {"edges": [edge], "producer": producer})
+    return first, stage_args(model, SECOND, {"edges": [edge]})
+
+
 class EnginePair:
     """A thinker and a talker. One event loop asks both; `close` them in the end.
 
@@ -329,18 +357,6 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def edge_settings(directory: Path, mode: str = "full_payload") -> dict[str, Any]:
-    """The fields of `StageSettings` that both engines share.
-
-    Args:
-        directory: Where the edge keeps its socket; made here, for its owner alone.
-        mode: Of the edge.
-    """
-    directory.mkdir(mode=0o700)
-    edge = {"from_stage": FIRST, "to_stage": SECOND, "mode": mode, "extra": {"directory": str(directory)}}
-    return {"edges": [edge]}
-
-
 def run(requests: int = 32, max_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """Send requests through both engines at once, and ask the second directly with what the first has sent.
 
@@ -357,8 +373,7 @@ def run(requests: int = 32, max_tokens: int = NEW_TOKENS) -> dict[str, Any]:
         MissingPackageError: vLLM is not installed.
     """
     require_vllm()
-    with tempfile.TemporaryDirectory(prefix="omni_fsm_") as path:
-        os.environ[RECORD] = path
+    with tempfile.TemporaryDirectory(prefix="omni_fsm_") as path, recording(Path(path)):
         return asyncio.run(_run(requests, max_tokens, Path(path)))
 
 
@@ -367,9 +382,7 @@ def _is_whole(said: tuple[Said, Said]) -> bool:
 
 
 async def _run(requests: int, max_tokens: int, directory: Path) -> dict[str, Any]:
-    model, settings = tiny_model(directory / "model"), edge_settings(directory / "edge")
-    first = stage_args(model, FIRST, settings | {"producer": f"{__name__}:recorded"})
-    pair = EnginePair(first, stage_args(model, SECOND, settings))
+    pair = EnginePair(*pair_args(directory, producer=f"{__name__}:recorded"))
     asked = {f"request-{number}": ids for number, ids in enumerate(prompts(requests))}
     try:
         begun_s = time.perf_counter()
@@ -392,5 +405,5 @@ async def _run(requests: int, max_tokens: int, directory: Path) -> dict[str, Any
         "different": different,
         "most_running": [max(engine.stats.running) for engine in (pair.first, pair.second)],
         "seconds": spent_s,
-        "left": len(list((directory / "edge").iterdir())),
+        "left": len(list((directory / "edges").iterdir())),
     }

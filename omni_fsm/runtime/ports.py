@@ -199,7 +199,9 @@ class Failure:
 class Observer(Protocol):
     """Is told of what happened, after it happened. No lock is held during a call.
 
-    A producer that has these methods is an observer of its stage, so that it can let go of what it keeps.
+    A producer that has these methods is an observer of its stage, so that it can let go of what it keeps. An observer that also
+    has ``wants_transitions() -> bool`` is told of no transition while that is False. It is asked before each, under the stage's
+    lock: it may look at a setting, and nothing else.
     """
 
     def on_transition(self, transition: Transition) -> None:

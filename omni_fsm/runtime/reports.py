@@ -29,7 +29,7 @@ class Reports:
         """A half moved, or ignored an event."""
         takers = [observer for observer, wants in self._wants if wants()]
         if not takers:
-            return  # spares the hot path what nobody looks at
+            return
         transition = Transition(
             machine=half.table.machine,
             edge=half.edge,

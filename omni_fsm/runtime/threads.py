@@ -80,8 +80,8 @@ class _Workers:
 class StageThreads(Lifecycle):
     """Runs a `StageRuntime`: one I/O thread per edge, one outbox thread, one timer thread, workers for producers.
 
-    Nothing polls: I/O threads block in the connector, the others on a queue of steps (threading's semaphore, which is written in
-    Python, took a fifth of a stage's time) or a condition. All are daemons.
+    Nothing polls: I/O threads block in the connector, the others on a queue of steps (it costs less than a semaphore)
+    or on a condition. All are daemons.
 
     Args:
         runtime: The stage. Its steps are called by these threads alone from ``start`` on.

@@ -99,8 +99,8 @@ class StatesLayer(WorkerBase):  # type: ignore[misc] # vLLM is not typed here
         if step is None or not self._ours:
             return None
         batch = (
-            getattr(step, "input_batch", None) or self.model_runner.input_batch
-        )  # the second model runner keeps it by step
+            step if hasattr(step, "input_batch") else self.model_runner
+        ).input_batch  # model runner V2 keeps it by step
         names = list(batch.req_ids)
         lengths = [self._lengths[name] for name in names]
         parts = zip(names, torch.split(step.hidden_states[: sum(lengths)], lengths), strict=True)
