@@ -614,7 +614,7 @@ def test_a_killed_engine_fails_what_waits_for_it_and_the_other_serves_on(model: 
 
 def test_the_command_lets_two_engines_talk_and_compares_what_they_say() -> None:
     done = CliRunner().invoke(app, ["engines", "--requests", "3", "--json"])
-    assert done.exit_code == 0
+    assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["requests"], found["equal"] + found["near_ties"], found["left"]) == (3, 3, 0)
     assert found["tokens"] == [3 * NEW_TOKENS] * 2

@@ -34,8 +34,12 @@ MAX_TOKENS = 200
 SETTLE_S = 3.0
 """Until an idle engine rests: vLLM's workers look for work without a pause for a second after the last step."""
 
-SHUTDOWN_S = 20.0
-"""What an engine's process has to end its workers before it is killed: on busy cores vLLM's usual five seconds are too few."""
+SHUTDOWN_S = 60.0
+"""What an engine's process has to end its workers before it is killed, and leaves the edge's files. It takes some seconds; where
+others want the cores it took over twenty."""
+
+KV_BYTES = 64 << 20
+"""Of an engine's KV cache: many times what all its requests fill. vLLM clears it when it starts."""
 
 NEAR = 1e-4
 """Two logits that are closer than this may change places when the batch is another."""
@@ -243,6 +247,7 @@ def engine_args(model: str, **arguments: Any) -> Any:
         "enforce_eager": True,
         "max_model_len": MAX_TOKENS,
         "max_num_seqs": 32,
+        "kv_cache_memory_bytes": KV_BYTES,
         "seed": 7,
     }
     return AsyncEngineArgs(model=model, **{**usual, **arguments})
