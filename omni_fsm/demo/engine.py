@@ -11,7 +11,7 @@ from typing import Any
 from omni_fsm.adapters.aio import SegmentEnd
 from omni_fsm.connectors import Ends
 from omni_fsm.demo.faults import CANCEL_AFTER_CHUNKS, RAISE_AT_CHUNK, At, Faults
-from omni_fsm.demo.models import require_vllm
+from omni_fsm.demo.models import ENGINE_EXIT_S, require_vllm
 from omni_fsm.demo.models_convert import thinker_dir
 from omni_fsm.demo.record import Record
 from omni_fsm.demo.text import TextPieces
@@ -69,7 +69,7 @@ class EngineThinker:
         try:
             asyncio.run(self._serve())
         finally:
-            self.engine.shutdown()
+            self.engine.shutdown(timeout=ENGINE_EXIT_S)
 
     async def _serve(self) -> None:
         serving = asyncio.create_task(self.stage.serve())

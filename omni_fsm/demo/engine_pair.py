@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from omni_fsm.adapters import Generations, ProducerContext
-from omni_fsm.demo.models import require, require_vllm
+from omni_fsm.demo.models import ENGINE_EXIT_S, require, require_vllm
 
 FIRST, SECOND = "thinker", "talker"
 VOCABULARY = 512
@@ -33,10 +33,6 @@ MAX_TOKENS = 200
 
 SETTLE_S = 3.0
 """Until an idle engine rests: vLLM's workers look for work without a pause for a second after the last step."""
-
-SHUTDOWN_S = 60.0
-"""What an engine's process has to end its workers before it is killed, and leaves the edge's files. It takes some seconds; where
-others want the cores it took over twenty."""
 
 KV_BYTES = 64 << 20
 """Of an engine's KV cache: many times what all its requests fill. vLLM clears it when it starts."""
@@ -190,7 +186,7 @@ class Engine:
 
         Called by: whoever made it, while the event loop of its clients is open: vLLM closes its sockets by it.
         """
-        self.llm.shutdown(timeout=SHUTDOWN_S)
+        self.llm.shutdown(timeout=ENGINE_EXIT_S)
         self.llm = None
         gc.collect()
 

@@ -39,6 +39,11 @@ _VLLM_VARIABLES: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
+
+ENGINE_EXIT_S: Final = 60.0
+"""What a vLLM engine has to end its workers before vLLM kills it, and so the files of its edges are left. It takes some
+seconds; where others want the cores it took over twenty."""
+
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from omni_fsm.demo.faults import Faults
+from omni_fsm.demo.models import ENGINE_EXIT_S
 from omni_fsm.demo.stage_process import Command, Plan, RankPlan
 from omni_fsm.protocol.errors import OmniFsmError
 
 START_S = 120.0
-EXIT_S = 15.0
+EXIT_S = 15.0 + ENGINE_EXIT_S
 
 
 class StageDiedError(OmniFsmError):
