@@ -554,8 +554,15 @@ def test_a_preemption_changes_nothing(model: str, tmp_path: Path) -> None:
     """Both engines run out of blocks; what is computed again is not sent again. And a deadline wakes the second.
 
     The second is paused until the first is through: its requests are parked, then wait in its queue, and then come all at once.
+    The workers run in the engines' own processes.
     """
-    arguments = {"max_model_len": 200, "num_gpu_blocks_override": 12, "block_size": 32, "max_num_batched_tokens": 64}
+    arguments = {
+        "max_model_len": 200,
+        "num_gpu_blocks_override": 12,
+        "block_size": 32,
+        "max_num_batched_tokens": 64,
+        "distributed_executor_backend": IN_PROCESS,
+    }
     pair = Pair(Plan(model, tmp_path, "TappedAsyncScheduler", wait_s=15.0, arguments=arguments))
     asked = {f"r{at}": [(7 * each + 3 * at) % VOCABULARY for each in range(30 + 5 * at)] for at in range(12)}
     generations = {name: pair.generations.next() for name in asked}
