@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
+from omni_fsm.demo.faults import Faults
+from omni_fsm.demo.processes import StageDiedError, StageProcess
+from omni_fsm.demo.stage_process import Plan
+
+pytestmark = pytest.mark.speech
 
 
 def run_demo(*flags: str, out: Path, code: int = 0) -> dict[str, Any]:
     """Run ``omni-fsm demo --json`` and return its object."""
     command = [sys.executable, "-m", "omni_fsm", "demo", "--json", "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == code, done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert report["shared_memory_left"] == 0
@@ -177,3 +181,18 @@ def test_three_turns_of_one_request_sound_as_three_requests_do(tmp_path: Path) -
     for place, segment in enumerate(segments):
         with wave.open(str(tmp_path / f"{place}.wav"), "rb") as sound:
             assert sha256(sound.readframes(sound.getnframes())).hexdigest() == segment["pcm_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "within_s", "how"),
+    [("nobody", 200.0, "ended with code 1"), ("thinker", 0.01, "was killed: it said nothing for 0 s")],
+)
+def test_a_stage_that_does_not_start_is_named_with_how_it_ended(
+    tmp_path: Path, stage: str, within_s: float, how: str
+) -> None:
+    process = StageProcess(Plan(stage, str(tmp_path), Faults(), "chunks"))
+    try:
+        with pytest.raises(StageDiedError, match=f"the process of stage {stage} {how}; "):
+            process.answer(within_s)
+    finally:
+        process.close()

@@ -19,16 +19,18 @@ from omni_fsm.demo.models import ENGINE_EXIT_S
 from omni_fsm.demo.stage_process import Command, Plan, RankPlan
 from omni_fsm.protocol.errors import OmniFsmError
 
-START_S = 120.0
+START_S = 300.0
+"""A stage that dies while it loads its model is noticed at once, so this may be long: an engine needs minutes on busy cores."""
+
 EXIT_S = 15.0 + ENGINE_EXIT_S
 
 
 class StageDiedError(OmniFsmError):
-    """A stage's process ended before it was told to."""
+    """A stage's process ended before it was told to, or was killed because it said nothing in time."""
 
-    def __init__(self, stage: str, code: int | None) -> None:
-        self.stage, self.code = stage, code
-        super().__init__(f"the process of stage {stage} ended with code {code}; what it printed stands above")
+    def __init__(self, stage: str, how: str) -> None:
+        self.stage, self.how = stage, how
+        super().__init__(f"the process of stage {stage} {how}; what it printed stands above")
 
 
 class StageProcess:
@@ -54,7 +56,7 @@ class StageProcess:
                 self._process.stdin.write(message.decode() + "\n")
                 self._process.stdin.flush()
             except BrokenPipeError:
-                raise StageDiedError(self.name, self._process.wait()) from None
+                raise StageDiedError(self.name, f"ended with code {self._ended()}") from None
 
     def answer(self, within_s: float) -> dict[str, Any]:
         """The next thing it says.
@@ -63,11 +65,14 @@ class StageProcess:
             StageDiedError: It is gone, or says nothing in time.
         """
         output = self._process.stdout
-        heard = output is not None and select.select([output], [], [], within_s)[0]
-        line = output.readline() if output is not None and heard else ""
-        if not line:
+        if output is None:
+            raise AssertionError(self.name)
+        if not select.select([output], [], [], within_s)[0]:
             self._kill_group()
-            raise StageDiedError(self.name, self._process.wait())
+            raise StageDiedError(self.name, f"was killed: it said nothing for {within_s:.0f} s")
+        line = output.readline()
+        if not line:
+            raise StageDiedError(self.name, f"ended with code {self._ended()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
@@ -85,6 +90,13 @@ class StageProcess:
         with contextlib.suppress(ProcessLookupError):  # all are gone
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _ended(self) -> int:
+        """Its exit code, once it has exited by itself or is killed; the processes of its model are gone then, too."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_S)
+        self._kill_group()
+        return self._process.wait()
+
     def dismiss(self) -> None:
         """Let it exit. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
@@ -94,10 +106,7 @@ class StageProcess:
     def close(self) -> None:
         """Let it exit, and make sure of it. Idempotent."""
         self.dismiss()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_S)
-        self._kill_group()
-        self._process.wait()
+        self._ended()
         if self._process.stdout is not None:
             self._process.stdout.close()
 

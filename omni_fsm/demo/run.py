@@ -84,7 +84,7 @@ def run(order: Order, progress: Callable[[Answer], None], says: Callable[[str], 
 
     Raises:
         MissingPackageError: A model's package is not installed; names the command that installs it.
-        StageDiedError: A stage's process ended by itself.
+        StageDiedError: A stage's process ended by itself, or said nothing in time.
     """
     pin_threads()
     for package in ("transformers", "hibari", "onnxruntime"):
