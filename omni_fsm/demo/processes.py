@@ -23,6 +23,7 @@ START_S = 300.0
 """A stage that dies while it loads its model is noticed at once, so this may be long: an engine needs minutes on busy cores."""
 
 EXIT_S = 15.0 + ENGINE_EXIT_S
+"""What a stage's process has to exit before it is killed: its shutdown, then its engine's."""
 
 
 class StageDiedError(OmniFsmError):

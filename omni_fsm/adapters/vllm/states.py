@@ -98,10 +98,8 @@ class StatesLayer(WorkerBase):  # type: ignore[misc] # vLLM is not typed here
         step = self.model_runner.execute_model_state
         if step is None or not self._ours:
             return None
-        batch = (
-            step if hasattr(step, "input_batch") else self.model_runner
-        ).input_batch  # model runner V2 keeps it by step
-        names = list(batch.req_ids)
+        keeper = step if hasattr(step, "input_batch") else self.model_runner  # the former with model runner V2
+        names = list(keeper.input_batch.req_ids)
         lengths = [self._lengths[name] for name in names]
         parts = zip(names, torch.split(step.hidden_states[: sum(lengths)], lengths), strict=True)
         ours = {name: rows for name, rows in parts if name in self._ours}
